@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import uuid
 import weakref
@@ -15,9 +16,11 @@ from tensorflow.python.distribute import values as distribute_values
 from tensorflow.python.ops import handle_data_util
 
 from keras_dist_ext._keras import keras
+from keras_dist_ext._keras.interception import put
 from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext._keras.tracing import run_independently
 from keras_dist_ext.aliases import Original
+from keras_dist_ext.errors import ScopeError
 
 __all__ = [
     "tf_variable",
@@ -31,6 +34,7 @@ __all__ = [
     "NamedVariable",
     "variables_of_module",
     "without_aggregation",
+    "unread",
 ]
 
 
@@ -204,3 +208,43 @@ def _seen_aggregation(variable: tf.Variable) -> tf.VariableAggregation:
 
 
 distribute_values.DistributedVariable.aggregation = property(_seen_aggregation, doc=_aggregation.__doc__)
+
+
+_OF_KERAS = "scratch_graph"
+"""How names of graphs begin that Keras traces to see what a layer returns."""
+
+
+def _assigning_nothing(original: Original) -> Original:
+    """Have a variable of which each replica holds its own part be assigned nothing in a graph that never runs.
+
+    TensorFlow refuses outside of replicas what it does in them (values.py). There Keras calls layers, to make a
+    functional model or to build one (keras/src/backend/tensorflow/core.py, `compute_output_spec`).
+    """
+
+    @functools.wraps(original)
+    def assign(variable: tf.Variable, value: tf.Tensor, *args: object, **kwargs: object) -> tf.Variable | tf.Tensor:
+        if tf.executing_eagerly() or not tf.distribute.in_cross_replica_context():
+            return original(variable, value, *args, **kwargs)
+        if not tf.compat.v1.get_default_graph().name.startswith(_OF_KERAS):
+            return original(variable, value, *args, **kwargs)
+        if variable.aggregation == tf.VariableAggregation.NONE:
+            raise ScopeError(unread(variable))
+        return tf.zeros(variable.shape, variable.dtype)
+
+    return assign
+
+
+def unread(variable: tf.Variable) -> str:
+    """Say of a variable that nothing tells what it is where replicas have assigned different values."""
+    return (
+        f"The variable '{variable.name.partition(':')[0]}' is made with synchronization="
+        "tf.VariableSynchronization.ON_READ, so that each replica assigns to a part of its own, and without an "
+        "aggregation that makes one value of the parts when it is read or saved. Make it with "
+        "aggregation=tf.VariableAggregation.SUM for counts and sums over the examples, MEAN, or ONLY_FIRST_REPLICA; or "
+        "by add_weight."
+    )
+
+
+for _name in ("assign", "assign_add", "assign_sub"):
+    _original = getattr(distribute_values.SyncOnReadVariable, _name)
+    put(distribute_values.SyncOnReadVariable, _name, _assigning_nothing(_original))

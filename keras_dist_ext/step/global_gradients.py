@@ -16,7 +16,9 @@ def reduce_gradients(gradients: TensorNest) -> TensorNest:
 
     Inside a step (``train_step`` of a ``Model``, the step of a ``TrainLoop``) what ``tf.GradientTape`` returns for
     weights is global already, and stays as it is. This is for what no tape has made: gradients written by hand,
-    ``tf.gradients``, means over the examples that are assigned to weights.
+    ``tf.gradients``, means over the examples that are assigned to weights, and a loss or another mean that scales
+    gradients, sets a learning rate or decides. It is differentiable, for losses that are computed from several sums or
+    means, such as a root or a quotient.
 
     Outside of a step, and on one replica, nothing is changed.
 

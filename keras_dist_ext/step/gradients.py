@@ -179,6 +179,7 @@ class Gradients:
         others += found
         if is_differentiated(terms):
             summed = self._reducer.differentiable_sum([tf.convert_to_tensor(term) for term in terms])
+            summed = self._weights.pass_on_if_filled(summed)
             others = self._reducer.sum(others) if others else []
         else:
             summed = self._reducer.sum(terms + others)

@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras_dist_ext._keras.tracing import in_xla, run_independently
 from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.step.gradient_values import dense_values
+from keras_dist_ext.step.graphs import assigning
 from keras_dist_ext.step.stats import Kind, StepRecords, join_records
 from keras_dist_ext.step.step_buffer import (
     MAX_STEPS,
@@ -182,9 +183,8 @@ def when_updated(
     """
     updates: list[list[tf.Operation]] = [[] for _ in devices]
     index_of = {_place(device): index for index, device in enumerate(devices)}
-    for op in graph.get_operations()[since:]:
-        if op.type.startswith(_ASSIGNING):
-            updates[index_of.get(_place(op.device), 0)].append(op)
+    for op in assigning(graph, since):
+        updates[index_of.get(_place(op.device), 0)].append(op)
     clocks = []
     for ops, device, record in zip(updates, devices, records, strict=True):
         with (
@@ -194,9 +194,6 @@ def when_updated(
             clocks.append(tf.timestamp())
         run_independently(clocks[-1])
     return clocks
-
-
-_ASSIGNING = ("Assign", "Resource", "If", "While", "StatefulPartitionedCall", "CollectiveReduce")
 
 
 def _place(device: str) -> tuple[str | None, int | None]:

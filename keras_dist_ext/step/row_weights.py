@@ -304,6 +304,20 @@ class RowWeights:
             for d, v in zip(dense, values, strict=True)
         ]
 
+    def pass_on_if_filled(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Return values to which nothing flows back from above where an empty batch gave that (perhaps NaN)."""
+        if not self._can_be_empty:
+            return values
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def same(*values: tf.Tensor) -> TensorNest:
+            return [tf.identity(value) for value in values], lambda *upstream: self.zero_if_empty(
+                [tf.convert_to_tensor(gradient) for gradient in upstream]
+            )
+
+        found = same(*values)
+        return list(found) if isinstance(found, (list, tuple)) else [found]
+
 
 def _upstream(value: tf.Tensor, given: Gradient, weight: float | tf.Tensor) -> Gradient:
     """What comes from above to a value that counts so much: None stands for ones."""

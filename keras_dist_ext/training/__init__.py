@@ -51,6 +51,8 @@ In reading order:
     divergence        find variables whose copies differ
     self_check        a step on a few examples, on one device and on replicas, before training
     step_comparison   make such a step both ways, and compare
+    comparable_steps  what differs by definition is left out of such steps
+    failed_steps      a step that needs more examples than a replica has
     prediction_comparison  predict so, and compare
     check_mode        whether that is done
     deviation_report  what is said of it

@@ -78,8 +78,11 @@ class BatchReader:
         self.ahead: TensorNest = None  # a batch, or an optional of TensorFlow
         self._has_more = True
         self._waited = WaitTimes()
+        self._failure: Exception | None = None  # of reading ahead
         if self._looks_ahead:
             self._look_ahead()
+            if self._failure is not None:
+                raise self._failure
 
     @property
     def length_is_known(self) -> bool:
@@ -130,9 +133,14 @@ class BatchReader:
                 return
 
     def next_batch(self) -> StepData:
-        """Return the next batch; without rows, where only other workers have some left."""
+        """Return the next batch; without rows, where only other workers have some left.
+
+        What fails when it is read ahead is raised when it is asked for, so that the step before is made.
+        """
         if not self._looks_ahead:
             return next(self.iterator)
+        if self._failure is not None:
+            raise self._failure
         if not self._is_plain:
             batch = self.ahead
         elif self.ahead.has_value():
@@ -144,7 +152,7 @@ class BatchReader:
 
     def peek(self) -> StepData:
         """Return the next batch without taking it; None where there is none, or it cannot be looked at."""
-        if self._looks_ahead and not self._is_plain:
+        if self._failure is not None or (self._looks_ahead and not self._is_plain):
             return self.ahead
         if self._looks_ahead:
             return self.ahead.get_value() if self.ahead.has_value() else None
@@ -166,12 +174,15 @@ class BatchReader:
 
     def _look_ahead(self) -> None:
         begin = time.perf_counter()
-        if self._is_plain:
-            self.ahead = self.iterator.get_next_as_optional()
-            self._has_more = bool(self.ahead.has_value())
-        else:
-            self.ahead = next(self.iterator, None)
-            self._has_more = self.ahead is not None
+        try:
+            if self._is_plain:
+                self.ahead = self.iterator.get_next_as_optional()
+                self._has_more = bool(self.ahead.has_value())
+            else:
+                self.ahead = next(self.iterator, None)
+                self._has_more = self.ahead is not None
+        except Exception as error:  # by what is read
+            self.ahead, self._has_more, self._failure = None, True, error
         is_here = time.perf_counter()
         if self._workers is not None:
             self._has_more = self._workers.sum([float(self._has_more)])[0] > 0

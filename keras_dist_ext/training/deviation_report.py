@@ -22,11 +22,16 @@ _ADVICE = {
         "State that is assigned from examples becomes the mean of what the replicas have assigned, or what the "
         "aggregation of a tf.Variable makes of that: gather the examples of all replicas first, by kde.gather_rows."
     ),
-    "weights": "What assigns weights must be computed from gradients or sums of all replicas.",
+    "weights": (
+        "What assigns weights must be computed from gradients or sums of all replicas; a loss or another mean that "
+        "scales an update, sets the learning rate or decides must be that of the whole batch: loss = "
+        "kde.reduce_gradients(loss)."
+    ),
     "gradient": (
         "A loss must be a mean or a sum over the examples at hand, or several of them added up, and not be divided by "
-        "the number of replicas; where examples meet in it (pairs, a maximum, a quotient of sums), gather those of all "
-        "replicas first, by kde.gather_rows."
+        "the number of replicas; where examples meet in it (pairs, a maximum, the hardest ones), gather those of all "
+        "replicas first, by kde.gather_rows; where sums or means do (a quotient, a root, a loss that scales another "
+        "or decides), make each that of the whole batch, by kde.reduce_gradients(mean)."
     ),
     "metric": (
         "What a metric keeps must add up over replicas, as sums and counts do, and a maximum or kept examples do not, "

@@ -19,6 +19,7 @@ from keras_dist_ext._keras.variables import without_aggregation
 from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data import split as data
 from keras_dist_ext.step.global_generator import global_generator_of
+from keras_dist_ext.step.graphs import once_read
 from keras_dist_ext.step.hook_checks import check_hooks, check_step
 from keras_dist_ext.step.logs import (
     VALUE,
@@ -293,7 +294,8 @@ class DistributedStep:
             plan=self._plan,
             draws=self._plan.draws,
         )
-        extra = self._extra_of_replica(batch, split, options)
+        with once_read(batch) if self.is_split else contextlib.nullcontext():
+            extra = self._extra_of_replica(batch, split, options)
         if guard is not None:
             guard.end()
         return extra, () if note is None else note.record().present

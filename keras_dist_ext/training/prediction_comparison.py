@@ -12,10 +12,10 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.aliases import Array, StepData, TensorNest
 from keras_dist_ext.step.graphs import in_graph
+from keras_dist_ext.training.comparable_steps import comparable, refuse_python, unoptimized
 from keras_dist_ext.training.deviations import Deviation, Part, measure, moved_by_rounding, rounding_of
 from keras_dist_ext.training.prediction import PredictProgram
 from keras_dist_ext.training.snapshot import kept_numbers, kept_state
-from keras_dist_ext.training.step_comparison import comparable, refuse_python, unoptimized
 
 __all__ = ["compare_predictions"]
 

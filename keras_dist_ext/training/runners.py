@@ -19,6 +19,7 @@ from keras_dist_ext.step.reducers import CannotCompile, CannotLoop
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.batch_reader import BatchReader
 from keras_dist_ext.training.execution import Execution, PredictFunction, RunKind
+from keras_dist_ext.training.failed_steps import explain_failure
 from keras_dist_ext.training.prediction import PredictProgram, concat_outputs
 from keras_dist_ext.training.program import StepProgram
 from keras_dist_ext.training.self_check import check_metrics, check_prediction, check_step, has_rows_to_check
@@ -108,10 +109,11 @@ def _check(program: StepProgram | CoordinatorProgram, first_batch: Callable[[], 
 
 
 def _explained(program: StepProgram | CoordinatorProgram, error: Exception) -> Exception | None:
-    """Say why a step cannot be traced for replicas, where TensorFlow's error does not tell what to do."""
+    """Say why a step cannot be traced for replicas, or has failed there, where TensorFlow does not tell what to do."""
     if not isinstance(program, StepProgram) or not program.step.is_split:
         return None
-    return explain(f"{program.model.name}.{program.kind}_step", error, of_loop=program.step.takes_check == "TrainLoop")
+    name, of_loop = f"{program.model.name}.{program.kind}_step", program.step.takes_check == "TrainLoop"
+    return explain(name, error, of_loop=of_loop) or explain_failure(program.step, error)
 
 
 def _only_runs_eagerly(program: StepProgram | CoordinatorProgram) -> bool:

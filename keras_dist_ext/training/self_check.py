@@ -23,6 +23,7 @@ from keras_dist_ext.messages import warn
 from keras_dist_ext.step.logs import leaf_metrics
 from keras_dist_ext.strategy.workers import Workers, workers_of
 from keras_dist_ext.training.batch_split import is_per_replica
+from keras_dist_ext.training.comparable_steps import CannotCompare, FailsOnFew
 from keras_dist_ext.training.deviation_report import describe, describe_unseen
 from keras_dist_ext.training.deviations import Deviation
 from keras_dist_ext.training.distributed_step import DistributedStep
@@ -31,9 +32,12 @@ from keras_dist_ext.training.few_rows import first_rows, rows_of_chief
 from keras_dist_ext.training.prediction import PredictProgram
 from keras_dist_ext.training.prediction_comparison import compare_predictions
 from keras_dist_ext.training.runtime import ReplicaRuntime
-from keras_dist_ext.training.step_comparison import CannotCompare, Prepare, compare_step, state_added_up
+from keras_dist_ext.training.step_comparison import Prepare, compare_step, state_added_up
 
 __all__ = ["check_metrics", "check_prediction", "check_step", "has_rows_to_check"]
+
+
+_MORE = 16  # examples for each replica, where a step cannot be made on a few
 
 
 def check_step(
@@ -119,7 +123,16 @@ def _check(
         rows = _few_rows(first_batch(), 2 * num_replicas + 1, runtime.strategy, workers)
         if rows is None:
             return None
-        found = _unreported(compare(rows), runtime)
+        try:
+            found = _unreported(compare(rows), runtime)
+        except FailsOnFew:  # perhaps not on some more: the hardest ones of a batch may be many
+            more = (
+                None if workers is not None else _few_rows(first_batch(), _MORE * num_replicas, runtime.strategy, None)
+            )
+            if more is None or int(num_rows(more)) <= int(num_rows(rows)):
+                raise
+            rows = more
+            found = _unreported(compare(rows), runtime)
     except CannotCompare as why:
         if ("reason", str(why)) in runtime.reported:
             return None

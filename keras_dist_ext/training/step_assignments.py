@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 import tensorflow as tf
 
-from keras_dist_ext._keras.variables import Variable, components, distributed_variable
+from keras_dist_ext._keras.variables import Variable, components, distributed_variable, is_sync_on_read, unread
 from keras_dist_ext.errors import LoopError, StrategyError
 from keras_dist_ext.step.ancestry import Assignment
 from keras_dist_ext.step.origins import Origins
@@ -57,9 +57,13 @@ def check_assigned(
     """
     if strategy.num_replicas_in_sync == 1 or not isinstance(strategy, _MIRRORED):
         return
+    variables = _by_copy(assigned)
+    for variable in variables.values():
+        if is_sync_on_read(variable) and variable.aggregation == tf.VariableAggregation.NONE:
+            raise LoopError(f"{unread(variable)} The step {name!r} assigns to it.")
     shared = {
         copy: variable
-        for copy, variable in _by_copy(assigned).items()
+        for copy, variable in variables.items()
         if copy not in averaged
         and variable.synchronization != tf.VariableSynchronization.ON_READ
         and variable.aggregation != tf.VariableAggregation.SUM  # TensorFlow adds up what they assign
@@ -85,8 +89,9 @@ def check_assigned(
             f"The step {name!r} assigns to {shortened(labels(differing.values()))} what each replica computes from its "
             "own rows or random numbers, so that replicas would continue with different values, and the first one's "
             "would be saved. Gradients of a GradientTape are those of the whole batch on every replica; what else is "
-            "a mean over the examples becomes one of the whole batch by kde.reduce_gradients, and replica.sum of a "
-            "TrainLoop adds up. What is meant to be a part of a sum on each replica is a variable with "
+            "a mean over the examples, such as a loss that scales them or decides on an update, becomes one of the "
+            "whole batch by loss = kde.reduce_gradients(loss), and replica.sum of a TrainLoop adds up. What is meant "
+            "to be a part of a sum on each replica is a variable with "
             "synchronization=tf.VariableSynchronization.ON_READ and an aggregation, or with the aggregation SUM."
         )
 

@@ -17,22 +17,18 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist_ext._keras import keras, tree
-from keras_dist_ext._keras.layers import clear_losses, flat_layers, seed_generators
-from keras_dist_ext._keras.losses import without_parts
+from keras_dist_ext._keras.layers import flat_layers, seed_generators
 from keras_dist_ext._keras.optimizers import end_accumulation_next
-from keras_dist_ext._keras.random import intercept_random_ops
 from keras_dist_ext._keras.tracing import functions_traced_apart
 from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read, tf_variable
 from keras_dist_ext.aliases import Array, Gradient, SpecNest, StepData, TensorNest
 from keras_dist_ext.data.split import num_rows, take_rows
-from keras_dist_ext.errors import BackendError
-from keras_dist_ext.step.alike_draws import RowsAlike
-from keras_dist_ext.step.ancestry import operations
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.step.logs import ComputesWithResults, leaf_metrics
 from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
 from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.training.comparable_steps import CannotCompare, comparable, refuse_python, unoptimized
 from keras_dist_ext.training.deviations import (
     Deviation,
     Part,
@@ -44,19 +40,15 @@ from keras_dist_ext.training.deviations import (
     rounding_of,
 )
 from keras_dist_ext.training.distributed_step import DistributedStep
-from keras_dist_ext.training.snapshot import kept_numbers, kept_random, kept_state
+from keras_dist_ext.training.snapshot import kept_numbers, kept_state
 
-__all__ = ["CannotCompare", "Prepare", "comparable", "compare_step", "refuse_python", "state_added_up", "unoptimized"]
+__all__ = ["Prepare", "compare_step", "state_added_up"]
 
 Prepare = Callable[[Exception], None]
 _Traced = Callable[[StepData], tuple[TensorNest, dict[str, tf.Tensor]]]  # logs, and gradients by their variable's id
 _Given = TypeVar("_Given")
 _Made = TypeVar("_Made")
 _Runner = Callable[[StepData], tuple[TensorNest, dict[int, tf.Tensor]]]
-
-
-class CannotCompare(Exception):
-    """Whether a step does on replicas what it does on one device cannot be seen; the message says why."""
 
 
 def compare_step(
@@ -75,53 +67,6 @@ def compare_step(
         step = of_run.untraced_copy()
         step.without_xla()
         return _BothWays(step, rows, prepare, unprepared).compare()
-
-
-@contextlib.contextmanager
-def comparable(model: keras.Model, rows: StepData) -> Iterator[None]:
-    """Leave out of steps of a model what differs by definition, and see that they can be made.
-
-    Args:
-        model: whose steps are made.
-        rows: that they are made on.
-
-    Raises:
-        CannotCompare: they fail on so few rows, or draw random numbers that cannot be made alike for all rows.
-    """
-    draws = None if model.replica_seeds.draws == "global" else RowsAlike()  # those are equal on both sides as they are
-    runtime = model.replica_runtime
-    kept = runtime.recorders, runtime.guard, runtime.compression
-    runtime.recorders, runtime.guard, runtime.compression = (), None, None
-    try:
-        drawing = contextlib.nullcontext() if draws is None else intercept_random_ops(draws)
-        without = set() if runtime.batch_statistics == "global" else {"moments"}
-        with kept_random(), tf.summary.record_if(False), drawing, without_parts(without):
-            yield
-    except (CannotCompare, BackendError):
-        raise
-    except Exception as error:  # the run will end with it, too, or not meet it on whole batches
-        first = next(iter(str(error).strip().splitlines()), "")
-        why = f"it fails on {int(num_rows(rows))} examples ({type(error).__name__}: {first[:200]})"
-        raise CannotCompare(why) from error
-    finally:
-        runtime.recorders, runtime.guard, runtime.compression = kept
-        clear_losses(model)
-    if draws is not None and draws.unknown:
-        names = ", ".join(sorted(draws.unknown))
-        raise CannotCompare(f"it draws random numbers that cannot be made alike for all examples ({names})")
-
-
-def refuse_python(graph: tf.Graph) -> None:
-    """See that what was traced calls no Python.
-
-    Raises:
-        CannotCompare: it does.
-    """
-    if any(op.type in _OF_PYTHON for op in operations(graph)):
-        raise CannotCompare("it calls Python (tf.py_function, tf.numpy_function), and what that does cannot be undone")
-
-
-_OF_PYTHON = ("EagerPyFunc", "PyFunc", "PyFuncStateless")
 
 
 class _Gradients(StepObserver):
@@ -294,17 +239,6 @@ class _BothWays:
         for name, value in _leaves(logs, "") if self._step.logs_are_compared else ():
             seen["metric", name] = (np.asarray(value),)
         return seen
-
-
-@contextlib.contextmanager
-def unoptimized() -> Iterator[None]:
-    """Run graphs as they were traced: what runs once is not worth to be optimized."""
-    before = bool(tf.config.optimizer.get_experimental_options().get("disable_meta_optimizer"))
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    try:
-        yield
-    finally:
-        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": before})
 
 
 def _spec(leaf: TensorNest) -> tf.TypeSpec | None:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext.errors import KerasDistError, LoopError
 
-__all__ = ["explain", "metric_under_way"]
+__all__ = ["explain", "metric_under_way", "reason_of"]
 
 
 def explain(name: str, error: Exception, *, of_loop: bool = False, is_eager: bool = False) -> LoopError | None:
@@ -111,3 +111,19 @@ def metric_under_way() -> keras.metrics.Metric | None:
         if isinstance(owner, keras.metrics.Metric):
             return owner
     return None
+
+
+def reason_of(error: tf.errors.OpError) -> tuple[str, str, str]:
+    """Return the op at which a graph has failed, the user's line that made it, as " (at ...)", and why."""
+    text = error.message
+    node = re.search(r"Detected at node (\S+) defined", text)
+    frames = re.findall(r'File "([^"]+)", line (\d+), in', text)
+    own = [f for f in frames if not re.search(r"site-packages|keras_dist_ext|lib/python|<", f[0])]
+    why = next((part for part in re.findall(r"^\s*(.*?)\s*\[\[\{\{node", text, re.MULTILINE) if part), "")
+    if not why:
+        lines = text.splitlines()
+        at = next((i for i, part in enumerate(lines) if "[[{{node" in part), 1)
+        why = next((part.strip() for part in reversed(lines[:at]) if part.strip()), type(error).__name__)
+    line = f" (at {own[-1][0].rpartition('/')[2]}, line {own[-1][1]})" if own else ""
+    why = re.sub(r"^\(\d+\) [A-Z_]+:\s*", "", why).removesuffix(".")  # of several that have failed
+    return ("" if node is None else node[1]), line, why

@@ -249,9 +249,11 @@ class StepExamination(StepObserver):
         if self.num_replicas > 1 and own:
             raise LoopError(
                 f"The step {self.name!r} gives {optimizer.name} gradients of {shortened(labels(own))} that each "
-                "replica has computed from its own examples or random numbers, and no GradientTape has made. Make them "
-                "those of the whole batch before: kde.reduce_gradients(gradients). All replicas draw the same for a "
-                'gradient with ReplicaSeeds(seed, draws="global").'
+                "replica has computed from its own examples or random numbers. What scales gradients of a "
+                "GradientTape, or decides on them, such as the loss, must be that of the whole batch: loss = "
+                "kde.reduce_gradients(loss) before it is used. Gradients that no GradientTape has made become so by "
+                "kde.reduce_gradients(gradients). All replicas draw the same for a gradient with ReplicaSeeds(seed, "
+                'draws="global").'
             )
         if not optimizer.built:
             call_outside(functools.partial(optimizer.build, list(variables)), self._strategy)

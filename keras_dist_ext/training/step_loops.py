@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
 from keras_dist_ext._keras.tapes import unrecorded_loop
 from keras_dist_ext.aliases import StepData, TensorNest
+from keras_dist_ext.step.graphs import assigning
 from keras_dist_ext.step.recorder import now
 from keras_dist_ext.step.step_buffer import StepRecord
 from keras_dist_ext.strategy.workers import workers_of
@@ -56,8 +58,10 @@ class StepLoops:
         self, iterator: tf.data.Iterator, optional: tf.experimental.Optional
     ) -> tuple[tf.experimental.Optional, tf.Tensor, TensorNest]:
         """Run one step on a batch that was read ahead; return the next one, and whether there is one, too."""
-        extra, record = self._single(self._devices.beside_data(optional).get_value, is_ahead=True)
-        following = self._devices.beside_data(iterator.get_next_as_optional())
+        with _then() as then:
+            extra, record = self._single(self._devices.beside_data(optional).get_value, is_ahead=True)
+        with then():
+            following = self._devices.beside_data(iterator.get_next_as_optional())
         has_more = following.has_value()
         if record is not None:
             self._write(record._replace(execution_end=now(has_more, independent=True)))
@@ -109,8 +113,10 @@ class StepLoops:
 
         def body(i: tf.Tensor, optional: tf.experimental.Optional, *others: tf.Tensor) -> tuple[tf.Tensor, ...]:
             pull = devices.beside_data(optional).get_value
-            extra = self._recorded(lambda: ahead.batch(others, pull), is_ahead=True)
-            following = devices.beside_data(iterator.get_next_as_optional())
+            with _then() as then:
+                extra = self._recorded(lambda: ahead.batch(others, pull), is_ahead=True)
+            with contextlib.nullcontext() if num_carried else then():
+                following = devices.beside_data(iterator.get_next_as_optional())
             sent = ahead.following(
                 lambda: has_more(i + 1, following), lambda: devices.beside_data(following).get_value()
             )
@@ -174,6 +180,17 @@ class StepLoops:
             return batch, (begin, begin)
         batch_there = now(batch, independent=True)
         return batch if is_per_replica(batch) else after(batch_there, batch), (begin, batch_there)
+
+
+@contextlib.contextmanager
+def _then() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Trace a step in it; what is traced in the context that it gives is done once the step has assigned all it does.
+
+    Reading the next batch may fail, which ends at once whatever is under way.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    since = len(graph.get_operations())
+    yield lambda: tf.control_dependencies(assigning(graph, since))
 
 
 class EagerLoops(StepLoops):

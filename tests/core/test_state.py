@@ -301,3 +301,94 @@ def test_logs_may_be_vectors_where_the_length_of_data_is_unknown(strategies):
     batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).filter(lambda *_: True)
     logs = net.evaluate(batches, return_dict=True, verbose=0)
     np.testing.assert_allclose(logs["predicted"], net.predict(X[24:], verbose=0), rtol=1e-6)
+
+
+ON_READ = tf.VariableSynchronization.ON_READ
+
+
+class Seen(layers.Layer):
+    """Counts examples in a variable of which each replica holds its own part."""
+
+    def __init__(self, aggregation: Any = tf.VariableAggregation.SUM) -> None:
+        super().__init__()
+        self.count = tf.Variable(
+            0.0, trainable=False, synchronization=ON_READ, aggregation=aggregation, name="examples_seen"
+        )
+
+    def call(self, x: Any) -> Any:
+        self.count.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
+        return x
+
+
+class MeanSize(keras.metrics.Metric):
+    def __init__(self) -> None:
+        super().__init__(name="mean_size")
+        sums = {"trainable": False, "synchronization": ON_READ, "aggregation": tf.VariableAggregation.SUM}
+        self.total, self.count = tf.Variable(0.0, **sums), tf.Variable(0.0, **sums)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(tf.reduce_sum(tf.abs(y_pred)))
+        self.count.assign_add(tf.cast(tf.size(y_pred), tf.float32))
+
+    def result(self) -> Any:
+        return self.total / self.count
+
+    def reset_state(self) -> None:
+        self.total.assign(0.0)
+        self.count.assign(0.0)
+
+
+def functional(library: Any, seen: Any) -> Any:
+    inputs = layers.Input((3,))
+    return library.Model(inputs, layers.Dense(1)(seen(inputs)))
+
+
+def built_later(library: Any, seen: Any) -> Any:
+    return library.Sequential([seen, layers.Dense(1)])
+
+
+@pytest.mark.parametrize("make", rotating([functional, built_later], [functional]))
+def test_sums_of_which_each_replica_holds_a_part_are_those_of_one_device(mirrored, make):
+    values = []
+    for library, strategy in ((keras, tf.distribute.get_strategy()), (kde, mirrored)):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            seen = Seen()
+            model = make(library, seen)
+            model.compile("sgd", "mse", metrics=[MeanSize()])
+        history = model.fit(X[:25], Y[:25], batch_size=8, shuffle=False, verbose=0).history  # one in the last batch
+        evaluated = model.evaluate(X[:9], Y[:9], batch_size=8, verbose=0)
+        values.append([history["mean_size"], evaluated, seen.count.read_value(), *model.get_weights()])
+    assert float(values[1][2]) == 25 + 9
+    for one, other in zip(*values, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+class OfOwnStep(kde.Model):
+    def __init__(self, seen: Any) -> None:
+        super().__init__()
+        self.seen, self.head = seen, layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.head(self.seen(x))
+
+    def train_step(self, batch: Any) -> Any:
+        return super().train_step(batch)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    rotating(
+        [(functional, kde.ScopeError), (built_later, kde.ScopeError), (lambda _, seen: OfOwnStep(seen), kde.LoopError)],
+        [],
+    ),
+)
+def test_parts_of_which_nothing_makes_one_value_are_refused_with_the_fix(mirrored, make, error):
+    def fitted():
+        with mirrored.scope():
+            model = make(kde, Seen(tf.VariableAggregation.NONE))
+            model.compile("sgd", "mse")
+        model.fit(X, Y, verbose=0)
+
+    with pytest.raises(error, match=r"'examples_seen' is made with [^']* Make it with aggregation=.*SUM for counts"):
+        fitted()

@@ -1986,3 +1986,25 @@ def test_layers_without_a_build_of_their_own_need_none() -> None:
     assert not needs_build(built)
     with tf.distribute.get_strategy().scope():
         assert needs_build(kde.Sequential([layers.Dense(1)]))
+
+
+def test_a_sum_that_is_read_over_replicas_cannot_be_added_to_outside_of_them_but_where_keras_calls_layers(mirrored):
+    """values.py; keras/src/backend/tensorflow/core.py names the graph."""
+    of_sum = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": tf.VariableAggregation.SUM}
+    with mirrored.scope():
+        total = tf.Variable(0.0, trainable=False, **of_sum)
+        with pytest.raises(ValueError, match="does not support `assign_add` in cross-replica context"):
+            total.assign_add(1.0)
+        names = []
+
+        class Layer(keras.layers.Layer):
+            def call(self, x):
+                names.append(tf.compat.v1.get_default_graph().name)
+                with pytest.raises(ValueError, match="does not support `assign_add` in cross-replica context"):
+                    type(total).assign_add.__wrapped__(total, 1.0)
+                total.assign_add(1.0)
+                return x
+
+        Layer()(keras.Input((2,)))
+    assert names[0].startswith("scratch_graph")
+    assert float(total.read_value()) == 0.0

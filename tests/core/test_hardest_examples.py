@@ -1,0 +1,142 @@
+"""Steps that take some of the examples, such as the hardest ones, on replicas that may have fewer, or none."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from cases import rotating
+from keras.optimizers import SGD
+
+import keras_dist_ext as kde
+from keras_dist_ext.errors import StepError
+
+X = np.random.default_rng(0).normal(size=(21, 5)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(21, 3)).astype("float32")
+Loss = Callable[[Any, Any], Any]
+
+
+def losses(y: Any, p: Any) -> Any:
+    return tf.reduce_mean(tf.square(y - p), axis=-1)
+
+
+def hardest_half(y: Any, p: Any) -> Any:
+    found = losses(y, p)
+    return tf.reduce_mean(tf.math.top_k(found, tf.maximum(1, tf.shape(found)[0] // 2)).values)
+
+
+def two_hardest(y: Any, p: Any) -> Any:
+    return tf.reduce_mean(tf.sort(losses(y, p))[-2:])
+
+
+def worst(y: Any, p: Any) -> Any:
+    return tf.gather(losses(y, p), tf.argmax(losses(y, p)))
+
+
+def median(y: Any, p: Any) -> Any:
+    return tf.sort(losses(y, p))[tf.shape(y)[0] // 2]
+
+
+def first(y: Any, p: Any) -> Any:
+    return tf.reduce_mean(losses(y, p)) + losses(y, p)[0]
+
+
+def three_hardest(y: Any, p: Any) -> Any:
+    return tf.reduce_mean(tf.math.top_k(losses(y, p), 3).values)
+
+
+def of_all(loss: Loss) -> Loss:
+    def gathered(y: Any, p: Any) -> Any:
+        return loss(*kde.gather_rows((y, p)))
+
+    return gathered
+
+
+def in_a_step(library: Any, loss: Loss) -> Any:
+    class Net(library.Sequential):
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                value = loss(y, self(x, training=True))
+            self.optimizer.apply(tape.gradient(value, self.trainable_variables), self.trainable_variables)
+            return {"value": value}
+
+    return Net, "mse"
+
+
+def in_compute_loss(library: Any, loss: Loss) -> Any:
+    class Net(library.Sequential):
+        def compute_loss(
+            self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: Any = True
+        ) -> Any:
+            return loss(y, y_pred)
+
+    return Net, "mse"
+
+
+def compiled(library: Any, loss: Loss) -> Any:
+    return library.Sequential, loss
+
+
+WAYS = [in_a_step, in_compute_loss, compiled]
+TAKING = [hardest_half, two_hardest, worst, median, first]
+FAILING = [loss for loss in TAKING if loss is not two_hardest]  # which takes what there is
+
+
+def made(library: Any, strategy: Any, way: Any, loss: Loss, **options: Any) -> Any:
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        cls, of_compile = way(library, loss)
+        net = cls([keras.Input((5,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(3)], name="net")
+        net.compile(SGD(0.1), of_compile, **options)
+    return net
+
+
+@pytest.mark.parametrize("size", rotating([4, 8, 7], [4]))  # one, five and no examples in the last batch
+@pytest.mark.parametrize("loss", rotating(TAKING, [hardest_half]))
+@pytest.mark.parametrize("way", rotating(WAYS, [in_compute_loss]))
+def test_of_gathered_rows_they_are_those_of_one_device(mirrored, way, loss, size):
+    results = []
+    for library, strategy in ((keras, tf.distribute.get_strategy()), (kde, mirrored)):
+        net = made(library, strategy, way, of_all(loss))
+        net.fit(X, Y, batch_size=size, shuffle=False, verbose=0)
+        results.append(net.get_weights())
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", rotating(FAILING, [worst]))
+@pytest.mark.parametrize("way", rotating(WAYS, [in_a_step]))
+def test_a_replica_without_examples_is_an_error_that_names_step_line_and_fix(mirrored, way, loss):
+    net = made(kde, mirrored, way, loss, check=False)
+    message = r"'net\.train_step' needs more examples than a replica.* on a batch of 1, .* have none.*kde\.gather_rows"
+    with pytest.raises(StepError, match=message):
+        net.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+
+
+def test_a_replica_with_too_few_examples_is_that_error_too_and_leaves_the_weights(mirrored):
+    net = made(kde, mirrored, in_a_step, three_hardest, check=False)
+    before = net.get_weights()
+    message = r"test_hardest_examples\.py, line \d+\): input must have at least k columns.*batch of 4.* have 2 each"
+    with pytest.raises(StepError, match=message):
+        net.fit(X[:4], Y[:4], verbose=0)
+    assert all(map(np.array_equal, before, net.get_weights()))
+
+
+@pytest.mark.rotating
+def test_a_step_that_fails_of_something_else_fails_as_it_does_on_one_device(mirrored):
+    def loss(y: Any, p: Any) -> Any:
+        return tf.reduce_mean(tf.debugging.check_numerics(y / 0.0, "here") - p)
+
+    net = made(kde, mirrored, in_a_step, loss, check=False)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="here"):
+        net.fit(X, Y, batch_size=8, verbose=0)
+
+
+@pytest.mark.checks_fit
+@pytest.mark.parametrize("way", rotating(WAYS, [compiled]))
+def test_what_needs_more_than_a_few_examples_is_checked_on_more(mirrored, way):
+    with pytest.warns(UserWarning, match=r"does not train on 2 replicas.* on 16 examples.*the hardest ones\), gather"):
+        made(kde, mirrored, way, three_hardest).fit(X[:16], Y[:16], batch_size=16, verbose=0)
