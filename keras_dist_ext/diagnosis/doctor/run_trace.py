@@ -23,6 +23,8 @@ from keras_dist_ext.diagnosis.doctor.python_clock import PythonClock
 from keras_dist_ext.diagnosis.doctor.python_data import look_into
 from keras_dist_ext.diagnosis.doctor.python_data_rules import judge_python_data
 from keras_dist_ext.diagnosis.doctor.setting import read_setting
+from keras_dist_ext.diagnosis.doctor.shape_trials import measure_padding, measure_recompilation
+from keras_dist_ext.diagnosis.doctor.shapes import Padding, Recompilation
 from keras_dist_ext.diagnosis.doctor.step_blocks import StepBlocks
 from keras_dist_ext.errors import KerasDistError
 from keras_dist_ext.findings import SLOWS_PIPELINES, Finding
@@ -39,6 +41,7 @@ __all__ = ["RunTrace"]
 
 _LEAST_STEPS, _LEAST_BLOCKS = 8, 3  # fewer prove nothing
 _LEAST_EPOCHS = 3  # times between two
+_LEAST_COMPUTING = 0.3  # of the time, for shapes of batches to matter
 
 
 class RunTrace:
@@ -167,6 +170,7 @@ class RunTrace:
         with kept_pass(None if self._run_data is None else self._run_data.given):
             trials = self._trials(times) if interventions else None
             pipeline, batch_seconds = self._data_findings(times)
+            padding, recompilation = self._shapes(times)
             return Examination(
                 setting,
                 times,
@@ -181,7 +185,22 @@ class RunTrace:
                     setting.devices[0],
                     round(float(times.examples.mean()) / times.num_steps),
                 ),
+                padding=padding,
+                recompilation=recompilation,
             )
+
+    def _shapes(self, times: Times) -> tuple[Padding | None, Recompilation | None]:
+        """Say what the shapes of batches cost, where steps compute for long."""
+        data, computing = self._run_data, times.compute() * times.num_steps
+        is_one_process = workers_of(self.model.distribute_strategy) is None
+        if data is None or not data.can_be_read_again or not is_one_process or self.model.run_eagerly:
+            return None, None
+        if self._blocks is None or times.shares()["computing"] < _LEAST_COMPUTING:
+            return None, None
+        return (
+            measure_padding(self.model, data.given, computing / times.num_steps),
+            measure_recompilation(self.model, data.given, self._blocks.compute_seconds),
+        )
 
     def _stock_steps(self) -> tuple[int, float] | None:
         """How many steps stock Keras has made after the first two, which trace, and their seconds."""
