@@ -13,6 +13,7 @@ from test_diagnose import HEALTHY, times
 from keras_dist_ext.data.padding import read_sequences, shapes_of
 from keras_dist_ext.diagnosis.doctor.examination import Examination
 from keras_dist_ext.diagnosis.doctor.rules import judge
+from keras_dist_ext.diagnosis.doctor.shape_trials import read_padding
 from keras_dist_ext.diagnosis.doctor.shapes import Padding, Recompilation
 from keras_dist_ext.diagnosis.doctor.trials import Trials
 
@@ -55,6 +56,30 @@ def test_rows_that_are_padded_before_they_are_batched_are_to_be_given_as_they_we
 @pytest.mark.parametrize(("by_length", "is_found"), [(0.0139, True), (0.0141, False), (0.019, False)])
 def test_padding_that_costs_less_than_a_fifth_of_the_time_is_no_finding(by_length: float, is_found: bool) -> None:
     assert bool(judge(Examination(HEALTHY, times(), padding=padded(by_length))).findings) == is_found
+
+
+def test_padding_of_a_stock_script_is_a_finding_without_seconds() -> None:
+    stock = dataclasses.replace(HEALTHY, is_ours=False)
+    untimed = padded(trials=Trials())
+    (finding,) = judge(Examination(stock, stock_steps=(80, 1.6), padding=untimed)).findings
+    assert (finding.code, finding.seconds) == ("mostly-padding", None)
+    assert finding.evidence.endswith("10% was padding; `kde.diagnose(model, data)` times what that saves")
+    assert judge(Examination(HEALTHY, times(), padding=untimed)).findings == ()
+
+
+def test_padding_is_read_where_lengths_are_open_and_most_of_it_could_be_spared() -> None:
+    def read(lengths: Any) -> Any:
+        data = tf.data.Dataset.from_tensor_slices(lengths).map(lambda n: (tf.fill([n], 5), n)).padded_batch(2)
+        return read_padding(data)
+
+    assert read([1, 20] * 4) is None  # 48%
+    wide = tf.data.Dataset.from_tensor_slices(np.where(np.arange(16) % 4 == 3, 20, 1))
+    padding = read_padding(wide.map(lambda n: (tf.fill([n], 5), n)).padded_batch(4))
+    assert padding is not None
+    assert (padding.num_examples, padding.stage) == (16, "padded_batch(4)")
+    assert padding.share == pytest.approx(1 - 92 / 320)
+    fixed = tf.data.Dataset.from_tensor_slices((sequences([1, 20] * 4), np.zeros((8, 1)))).batch(4)
+    assert read_padding(fixed) is None
 
 
 SHAPES = Recompilation(

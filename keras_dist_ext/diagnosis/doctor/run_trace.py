@@ -23,7 +23,7 @@ from keras_dist_ext.diagnosis.doctor.python_clock import PythonClock
 from keras_dist_ext.diagnosis.doctor.python_data import look_into
 from keras_dist_ext.diagnosis.doctor.python_data_rules import judge_python_data
 from keras_dist_ext.diagnosis.doctor.setting import read_setting
-from keras_dist_ext.diagnosis.doctor.shape_trials import measure_padding, measure_recompilation
+from keras_dist_ext.diagnosis.doctor.shape_trials import measure_padding, measure_recompilation, read_padding
 from keras_dist_ext.diagnosis.doctor.shapes import Padding, Recompilation
 from keras_dist_ext.diagnosis.doctor.step_blocks import StepBlocks
 from keras_dist_ext.errors import KerasDistError
@@ -166,7 +166,9 @@ class RunTrace:
         setting = read_setting(self.model, strategy=strategy, step_watchers=self._step_watchers, graphs=self._graphs)
         times = self._times()
         if times is None:
-            return Examination(setting, pipeline=tuple(self._stock_findings()), stock_steps=self._stock_steps())
+            steps = self._stock_steps()
+            padding = None if self._data is None or steps is None else read_padding(self._data)
+            return Examination(setting, pipeline=tuple(self._stock_findings()), stock_steps=steps, padding=padding)
         with kept_pass(None if self._run_data is None else self._run_data.given):
             trials = self._trials(times) if interventions else None
             pipeline, batch_seconds = self._data_findings(times)

@@ -9,7 +9,7 @@ from keras_dist_ext.diagnosis.doctor.shapes import Padding, Recompilation
 from keras_dist_ext.diagnosis.doctor.units import ms
 from keras_dist_ext.findings import Finding
 
-__all__ = ["SHAPE_RULES"]
+__all__ = ["SHAPE_RULES", "padding_of_stock"]
 
 _SHARE = 0.2  # of the time, for padding alone
 _WORTH_SORTING = 1.0  # seconds that are saved in a pass: `bucket_by_length` begins one in 0.1 to 0.2 s
@@ -23,7 +23,7 @@ _LONG_RUN = 100  # times as many steps as were watched: what XLA does not save i
 def _padding(examination: Examination) -> list[Finding]:
     """Steps that compute for padding most of the time."""
     padding, times = examination.padding, examination.times
-    if padding is None or times is None:
+    if padding is None or times is None or not padding.trials.seconds:
         return []
     saved = padding.trials.saved("by length", than="as they come")
     seconds = min(saved.value, times.compute()) * times.num_steps
@@ -40,6 +40,24 @@ def _padding(examination: Examination) -> list[Finding]:
             f"padding, and a step took {saved.show(' ms', 1e3)} less: {ms(min(after))} instead of {ms(min(before))}",
             _less_padding(padding, examination.setting.num_replicas, seconds / max(1, len(times.start_seconds))),
             seconds,
+        )
+    ]
+
+
+def padding_of_stock(examination: Examination) -> list[Finding]:
+    """Batches that are padding for the most part, where nobody can time steps without it."""
+    padding = examination.padding
+    if padding is None:
+        return []
+    by = f"{padding.stage}: " if padding.stage else ""
+    return [
+        Finding(
+            "mostly-padding",
+            f"{padding.share:.0%} of what batches hold is padding, for which each step computes all the same.",
+            f"{by}in {padding.num_examples} examples the longest has {padding.longest} places, the mean "
+            f"{padding.mean:.3g}; in batches of these examples by their length, {padding.share_by_length:.0%} was "
+            "padding; `kde.diagnose(model, data)` times what that saves",
+            _less_padding(padding, examination.setting.num_replicas, 0.0),
         )
     ]
 

@@ -18,7 +18,7 @@ from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.snapshot import kept_state
 
-__all__ = ["measure_padding", "measure_recompilation"]
+__all__ = ["measure_padding", "measure_recompilation", "read_padding"]
 
 _MOST_BATCHES, _MOST_SHAPES = 32, 200  # that are read again
 _SECONDS = 1.0  # of reading, and of rounds
@@ -26,6 +26,7 @@ _PASS_SECONDS = 0.4  # of a condition in a round: fewer batches where steps are 
 _LEAST_BATCHES = 4
 _ROUNDS = (3, 9)
 _PADDING, _SPARED = 0.3, 0.2  # shares: less padding, or little that could be spared, is worth no experiment
+_MOST = 0.5  # share: less is nothing that can be told from the share alone
 _MANY_SHAPES = 5
 
 
@@ -62,9 +63,23 @@ def measure_padding(model: keras.Model, dataset: tf.data.Dataset, step_seconds: 
     trials = _timed(model, given)
     if not trials.has(*given):
         return None  # the model takes but one length
+    return _padding(found, trials)
+
+
+def read_padding(dataset: tf.data.Dataset) -> Padding | None:
+    """Return how much of batches of open length is padding, where nothing can be timed; None where that is little."""
+    lengths = [
+        leaf.shape[1] for leaf in keras.tree.flatten(dataset.element_spec) if leaf.shape.rank not in (0, 1, None)
+    ]
+    found = _sequences(dataset) if None in lengths else None
+    if found is None or found.padding[0] < _MOST or found.padding[0] - found.padding[1] < _SPARED:
+        return None
+    return _padding(found, Trials())
+
+
+def _padding(found: SequenceBatches, trials: Trials) -> Padding:
     return Padding(
-        share,
-        by_length,
+        *found.padding,
         sum(len(keras.tree.flatten(batch)[0]) for batch in found.as_they_come),
         found.batch_size,
         found.longest,
