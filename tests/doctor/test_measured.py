@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -15,6 +16,8 @@ from doctor_runs import L
 
 import keras_dist_ext as kde
 from keras_dist_ext.diagnosis.doctor import setting
+from keras_dist_ext.diagnosis.doctor.python_data import MadeInPython
+from keras_dist_ext.diagnosis.doctor.python_data_rules import explains_wait
 
 STEP_BLOCKS = "keras_dist_ext.diagnosis.doctor.step_blocks"
 
@@ -179,6 +182,13 @@ def test_compiling_anew_for_each_shape_is_found_with_its_number_and_seconds() ->
     assert "`compile(jit_compile=False)`" in finding.fix
     assert "`dataset.rebatch(8, drop_remainder=True)`" in finding.fix
     assert report(np.array([4] * 29 + [2])).examination.recompilation is None
+
+
+def test_a_wait_that_making_a_batch_does_not_explain_is_not_the_fault_of_a_py_dataset() -> None:
+    assert explains_wait(MadeInPython("Generator"), 0.01)  # what a batch takes is not known
+    made = MadeInPython("PyDataset", "Rows.__getitem__", seconds=0.002, cpu_seconds=0.002)
+    assert [explains_wait(made, wait) for wait in (0.006, 0.007)] == [True, False]
+    assert explains_wait(dataclasses.replace(made, use_multiprocessing=True), 0.007)  # sending takes long
 
 
 # Where measuring fails

@@ -21,7 +21,7 @@ from keras_dist_ext.diagnosis.doctor.interventions import experiment
 from keras_dist_ext.diagnosis.doctor.map_loops import find_map_loops
 from keras_dist_ext.diagnosis.doctor.python_clock import PythonClock
 from keras_dist_ext.diagnosis.doctor.python_data import look_into
-from keras_dist_ext.diagnosis.doctor.python_data_rules import judge_python_data
+from keras_dist_ext.diagnosis.doctor.python_data_rules import explains_wait, judge_python_data
 from keras_dist_ext.diagnosis.doctor.setting import read_setting
 from keras_dist_ext.diagnosis.doctor.shape_trials import measure_padding, measure_recompilation, read_padding
 from keras_dist_ext.diagnosis.doctor.shapes import Padding, Recompilation
@@ -267,7 +267,10 @@ class RunTrace:
             return [], None
         if not self._run_data.can_be_read_again:
             spare = max(0.0, times.seconds - times.input_seconds) / times.num_steps
-            return [judge_python_data(look_into(self._run_data.data_adapter), spare)], None
+            made = look_into(self._run_data.data_adapter)
+            if not explains_wait(made, (waited + starting) / times.num_steps):
+                return [], made.seconds
+            return [judge_python_data(made, spare)], None
         if not self._run_data.is_pipeline:
             return [], None
         return _inspected(self._run_data.given)
