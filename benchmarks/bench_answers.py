@@ -2,7 +2,7 @@
 
     python benchmarks/bench_answers.py --json answers.json                  # about 30 minutes
     python benchmarks/bench_answers.py --only hdf5_rows,large_table
-    python benchmarks/bench_answers.py --healthy                            # 32 programs that need no change
+    python benchmarks/bench_answers.py --healthy                            # 35 programs that need no change
 
 Each situation (`situations.py`, `further_situations.py`) trains a program that is slower than it need be, has the
 doctor judge it, and then times that program, the same with the fix as the finding words it, and the same with the best

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from further_situations import records
+from further_situations import convolving, records
 from situations import AUTOTUNE, WIDTH, L, Program, X, Y, batches, heavy, new_folder, slices
 
 __all__ = ["FURTHER_HEALTHY"]
@@ -61,8 +61,23 @@ def _buckets() -> tf.data.Dataset:
     )
 
 
+def _alike() -> tf.data.Dataset:
+    """Sequences of 40 to 60 places, padded to the longest of a batch."""
+    lengths = tf.constant(np.random.default_rng(0).integers(40, 61, 1024))
+    data = tf.data.Dataset.from_tensor_slices((lengths, Y[:1024])).map(lambda n, y: (tf.range(1, n + 1), y))
+    return data.cache().shuffle(1024).padded_batch(32).prefetch(2)
+
+
 def _masked() -> list[Any]:
     return [keras.Input((None,), dtype="int32"), L.Embedding(100, 16, mask_zero=True), L.LSTM(32), L.Dense(1)]
+
+
+IDS = np.random.default_rng(0).integers(1, 100, size=(2048, 64)) * (np.arange(64) < 20)
+
+
+def _of_fixed_length() -> list[Any]:
+    """A model that takes but one length."""
+    return [keras.Input((64,), dtype="int64"), L.Embedding(100, 16), L.Flatten(), L.Dense(256), L.Dense(1)]
 
 
 def _lstm() -> list[Any]:
@@ -108,6 +123,13 @@ FURTHER_HEALTHY: dict[str, Callable[[], Program]] = {
         tf.data.Dataset.from_tensor_slices((SERIES, Y[:1024])).batch(64).cache().prefetch(2), 1024, _lstm, passes=4
     ),
     "sequences in buckets": lambda: Program(_buckets(), 1024, _masked, passes=3, fitted={"epochs": 3}),
+    "sequences of similar lengths, padded": lambda: Program(_alike(), 1024, convolving, passes=2, fitted={"epochs": 3}),
+    "ids of a fixed length that end in zeros": lambda: Program(
+        (IDS, Y[:2048]), 2048, _of_fixed_length, fitted={"batch_size": 64, "epochs": 4}
+    ),
+    "compiled by XLA, with a last batch of fewer examples": lambda: Program(
+        batches(96, 4096), 4096, heavy, compiled={"jit_compile": True}, passes=2, fitted={"epochs": 3}
+    ),
     "metrics and a schedule": lambda: Program(
         batches(256, 4096),
         4096,

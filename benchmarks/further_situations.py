@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import time
 from typing import Any
@@ -25,6 +26,8 @@ from situations import (
     slices,
     with_threads,
 )
+
+import keras_dist_ext as kde
 
 __all__: list[str] = []
 
@@ -210,6 +213,113 @@ def mapped(kind: str) -> Program:
 
     layers = lambda: [keras.Input((WIDTH,)), L.Dense(64, "relu"), Each(), L.Dense(1)]  # noqa: E731
     return Program(batches(256), 2048, layers, passes=4)
+
+
+# Shapes of batches
+
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(3.0, 1.0, 4096).astype(int), 4, 600)
+
+
+def sequences(examples: int) -> tf.data.Dataset:
+    """Return sequences of numbers, few of which are long."""
+    rows = tf.RaggedTensor.from_row_lengths(tf.range(LENGTHS[:examples].sum()) % 999 + 1, LENGTHS[:examples])
+    data = tf.data.Dataset.from_tensor_slices((rows, Y[:examples]))
+    return data.map(lambda x, y: (x.to_tensor() if isinstance(x, tf.RaggedTensor) else x, y)).cache()
+
+
+def convolving() -> list[Any]:
+    """Return the layers of a model of sequences of any length."""
+    return [
+        keras.Input((None,), dtype="int32"),
+        L.Embedding(1000, 64),
+        L.Conv1D(128, 5, padding="same", activation="relu"),
+        L.Conv1D(128, 5, padding="same", activation="relu"),
+        L.GlobalMaxPooling1D(),
+        L.Dense(1),
+    ]
+
+
+@situation(
+    "`padded_batch` of sequences, few of which are long", "mostly-padding", "`kde.bucket_by_length(dataset, ...)`"
+)
+def padded(kind: str) -> Program:
+    data = sequences(4096)
+    data = data.padded_batch(32).prefetch(2) if kind == "sick" else kde.bucket_by_length(data, batch_size=32, seed=0)
+    return Program(data, 4096, convolving)
+
+
+@situation("text padded to one length, as arrays", "mostly-padding", "`kde.bucket_by_length((sequences, y), ...)`")
+def padded_arrays(kind: str) -> Program:
+    rows = [np.arange(length) % 999 + 1 for length in LENGTHS[:2048]]
+    if kind == "sick":
+        x = keras.utils.pad_sequences(rows, maxlen=600)
+        return Program((x, Y[:2048]), 2048, convolving, fitted={"batch_size": 32})
+    return Program(kde.bucket_by_length((rows, Y[:2048]), batch_size=32, seed=0), 2048, convolving)
+
+
+def short_text() -> list[Any]:
+    return [keras.Input((None,), dtype="int32"), L.Embedding(1000, 16), L.GlobalMaxPooling1D(), L.Dense(1)]
+
+
+@situation(
+    "`jit_compile=True` and batches of many lengths",
+    "recompiling",
+    "`jit_compile=False`",
+    "few lengths, `pad_to_bucket_boundary=True`",
+)
+def recompiled(kind: str) -> Program:
+    data = sequences(1024).shuffle(1024)  # so that each epoch has shapes of its own
+    if kind == "best":
+        ends = [17, 65, 257, 601]
+        data = data.bucket_by_sequence_length(
+            lambda x, y: tf.shape(x)[0], ends, [16] * 5, pad_to_bucket_boundary=True, drop_remainder=True
+        )
+    else:
+        data = data.padded_batch(16)
+    return Program(data.prefetch(2), 1024, short_text, compiled={"jit_compile": kind != "fix"})
+
+
+@situation("`jit_compile=True` and batches of many sizes", "recompiling", "`jit_compile=False`")
+def recompiled_rows(kind: str) -> Program:
+    def some(drawn: Any) -> Any:
+        size = 8 + drawn % 992
+        return tf.constant(X)[:size], tf.constant(Y)[:size]
+
+    sizes = tf.data.Dataset.random(seed=1, rerandomize_each_iteration=True).take(25)
+    return Program(sizes.map(some), 12500, mlp, compiled={"jit_compile": kind == "sick"})
+
+
+@situation("a `tf.function` given batches of many lengths", "retracing", "`reduce_retracing=True`")
+def retraced_shapes(kind: str) -> Program:
+    @tf.function(reduce_retracing=kind != "sick")
+    def record(values: Any) -> Any:
+        for _ in range(30):
+            values = values + 1.0
+        return values
+
+    steps = itertools.count(1)
+
+    class Records(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            record(tf.ones([next(steps)]))
+
+    return Program(batches(64), 2048, mlp, lambda: [Records()], passes=2)
+
+
+@situation("a `tf.function` made anew at each batch", "retracing", "made once")
+def made_anew(kind: str) -> Program:
+    def double(values: Any) -> Any:
+        for _ in range(30):
+            values = values + 1.0
+        return values
+
+    once = tf.function(double)
+
+    class Records(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            (tf.function(double) if kind == "sick" else once)(tf.ones([3]))
+
+    return Program(batches(64), 2048, mlp, lambda: [Records()], passes=2)
 
 
 # What is done between epochs

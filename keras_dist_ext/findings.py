@@ -19,6 +19,7 @@ SLOWS_PIPELINES = frozenset(
         "map-before-batch",
         "shard-after-map",
         "cache-never-fills",
+        "repeat-before-cache",
         "skip-after-map",
         "unbatch-then-batch",
         "window-by-window",

@@ -19,6 +19,7 @@ In reading order:
     map_findings         where maps and filters are slow
     order_findings       where the order of stages is
     regrouping_findings  where elements are taken apart and put together again
+    padding              how much of the batches is padding
     iterators            release an iterator without waiting for its threads
 """
 

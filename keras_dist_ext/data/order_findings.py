@@ -87,14 +87,27 @@ def _of_caches(graph: DatasetGraph, times: Times) -> Iterator[Finding]:
                 "cache() comes after a map that draws random numbers",
                 "dataset.cache().map(augment, num_parallel_calls=tf.data.AUTOTUNE)",
             )
-        if any(stage.kind == "Repeat" for stage in before):
+        repeats = next((stage for stage in before if stage.kind == "Repeat"), None)
+        if repeats is not None:
+            is_endless = len(repeats.values) > 1 and repeats.values[1] is not None and repeats.values[1] < 0
+            cost = _below_cache(times)
             yield Finding(
                 "repeat-before-cache",
-                "The cache keeps every repetition, and is complete only when all have been read.",
-                "cache() comes after repeat(...)",
-                "dataset.cache().repeat(...)",
+                "The cache is never complete, grows without end, and spares nothing."
+                if is_endless
+                else "The cache keeps every repetition, and is complete only when all have been read.",
+                f"cache() comes after repeat({'' if is_endless else '...'})"
+                + (f"{times.share(cost)} kept in vain" if is_endless and times.stages else ""),
+                f"dataset.cache().repeat({'' if is_endless else '...'})",
+                times.lost(cost) if is_endless and times.is_noticeable(cost) else None,
             )
         yield from _of_cut_cache(graph, cache, before, times)
+
+
+def _below_cache(times: Times) -> float:
+    """Seconds a batch of all that goes into a cache."""
+    place = next((time.depth for time in times.stages if time.kind in ("Cache", "MemoryCache")), None)
+    return 0.0 if place is None else sum(time.seconds for time in times.stages if time.depth > place)
 
 
 def _of_cut_cache(graph: DatasetGraph, cache: Stage, before: list[Stage], times: Times) -> Iterator[Finding]:
@@ -109,9 +122,7 @@ def _of_cut_cache(graph: DatasetGraph, cache: Stage, before: list[Stage], times:
         given = graph.num_elements(graph.stages[take.inputs[0]])
         if given is None or given <= limit:
             continue
-        place = next((time.depth for time in times.stages if time.kind in ("Cache", "MemoryCache")), None)
-        made = [] if place is None else [time.seconds for time in times.stages if time.depth > place]
-        cost = sum(made) if before else 0.0
+        cost = _below_cache(times) if before else 0.0
         yield Finding(
             "cache-never-fills",
             "The cache is complete only when all that goes into it was read, so that each pass makes it anew.",

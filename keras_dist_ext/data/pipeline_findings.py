@@ -17,7 +17,12 @@ from keras_dist_ext.findings import Finding
 
 __all__ = ["findings_of"]
 
-SPARES_MAPS = ("shard-after-map", "cache-never-fills", "map-after-cache")  # by their fix maps do less
+SPARES_MAPS = (
+    "shard-after-map",
+    "cache-never-fills",
+    "repeat-before-cache",
+    "map-after-cache",
+)  # by their fix maps do less
 
 
 def findings_of(

@@ -122,6 +122,8 @@ def as_dataset(
     from keras_dist_ext._keras.adapters import make_data_adapter, seed_array_shuffles  # private Keras: not for tf.data
 
     passes = itertools.count()
+    if kind == "PyDataset" and _num_batches(data) is None and shuffle is None:
+        shuffle = False  # Keras shuffles no order without end
     shuffles = shuffle is not False and kind != "generator"
     adapter = make_data_adapter(x, y, weights, batch_size=batch_size, shuffle=shuffles)
     if kind == "PyDataset":
@@ -130,6 +132,22 @@ def as_dataset(
         if seed is not None and shuffles and kind == "arrays":
             stack.enter_context(seed_array_shuffles(lambda: fold_in(seed, "order", next(passes))))
         return _of_length(adapter.get_tf_dataset(), adapter.num_batches)
+
+
+def _num_batches(data: keras.utils.PyDataset) -> int | None:
+    """How many batches a pass over a PyDataset has; None where it has no end.
+
+    Raises:
+        DataError: it does not say so.
+    """
+    try:
+        return data.num_batches  # type: ignore[no-any-return]
+    except NotImplementedError:
+        name = type(data).__name__
+        raise DataError(
+            f"{name} is a PyDataset without `__len__`, so nobody knows how many batches a pass has: `fit` refuses it "
+            f"too. Give it `__len__`; or, where its batches have no end, `num_batches`, a property that returns None."
+        ) from None
 
 
 def _of_length(dataset: tf.data.Dataset, length: int | None) -> tf.data.Dataset:

@@ -518,3 +518,31 @@ def test_both_arms_of_a_pipeline_are_in_its_graph() -> None:
 def test_a_scalar_is_not_data(data: Any, named: str) -> None:
     with pytest.raises(DataError, match=f"The data, {named}, which has no examples"):
         kde.inspect(data)
+
+
+def test_a_cache_of_endless_repetitions_never_fills_and_costs_all_that_is_below_it() -> None:
+    inspection = kde.inspect(BASE.map(slow).repeat().cache().batch(8).prefetch(AUTO), seconds=0.5)
+    (finding,) = [finding for finding in inspection.findings if finding.code == "repeat-before-cache"]
+    assert finding.what == "The cache is never complete, grows without end, and spares nothing."
+    assert finding.fix == "dataset.cache().repeat()"
+    assert (finding.seconds or 0.0) > 0
+    assert inspection.findings[0] == finding
+
+
+class Endless(keras.utils.PyDataset):  # type: ignore[misc]
+    """Waits for each batch, and has no end."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.003)
+        return np.zeros((8, 2)), np.zeros((8, 1))
+
+
+def test_a_py_dataset_that_does_not_say_how_long_it_is_is_refused_and_an_endless_one_is_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(DataError, match="Endless is a PyDataset without `__len__`, so nobody knows how many batches"):
+        kde.inspect(Endless())
+    monkeypatch.setattr(Endless, "num_batches", None)
+    inspection = kde.inspect(Endless(), seconds=0.2)
+    assert [finding.code for finding in inspection.findings] == ["generator-bound"]
+    assert inspection.num_examples is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -10,10 +11,13 @@ import keras
 import numpy as np
 import psutil
 import pytest
+import tensorflow as tf
 from doctor_runs import L
 
 import keras_dist_ext as kde
 from keras_dist_ext.diagnosis.doctor import setting
+from keras_dist_ext.diagnosis.doctor.python_data import MadeInPython
+from keras_dist_ext.diagnosis.doctor.python_data_rules import explains_wait
 
 STEP_BLOCKS = "keras_dist_ext.diagnosis.doctor.step_blocks"
 
@@ -107,6 +111,84 @@ def test_the_rows_of_a_table_count_where_an_update_writes_all_of_them(optimizer:
     assert largest is not None
     assert (largest.num_bytes, largest.num_rows) == (50 * 8 * 4, num_rows)
     assert largest.optimizer == type(getattr(optimizer, "inner_optimizer", optimizer)).__name__
+
+
+# Shapes of batches
+
+LENGTHS = np.where(np.arange(256) % 8 == 7, 300, 10)
+
+
+def _sequences(lengths: Any) -> tf.data.Dataset:
+    data = tf.data.Dataset.from_tensor_slices(lengths).shuffle(len(lengths), seed=0)
+    return data.map(lambda n: (tf.range(1, n + 1), tf.ones([1]))).cache()
+
+
+def _fit_sequences(
+    data: tf.data.Dataset, *, length: int | None = None, epochs: int = 2, **compiled: Any
+) -> kde.ParallelismDoctor:
+    model = kde.Sequential(
+        [
+            keras.Input((length,), dtype="int32"),
+            L.Embedding(400, 32),
+            L.Conv1D(128, 5, padding="same"),
+            L.Conv1D(128, 5, padding="same"),
+            L.GlobalMaxPooling1D() if length is None else L.Flatten(),
+            L.Dense(1),
+        ]
+    )
+    model.compile("adam", "mse", **compiled)
+    doctor = kde.ParallelismDoctor(show=False)
+    model.fit(data, epochs=epochs, verbose=0, callbacks=[doctor])
+    assert doctor.report is not None
+    doctor.model.optimizer.build(doctor.model.trainable_variables)
+    return doctor
+
+
+@pytest.mark.rotating
+def test_padding_is_found_with_its_stage_and_what_a_step_takes_without_it() -> None:
+    doctor = _fit_sequences(_sequences(LENGTHS).padded_batch(16).prefetch(2))
+    finding = doctor.report.findings[0]
+    assert (finding.code, finding.seconds > 0) == ("mostly-padding", True)
+    assert finding.evidence.startswith(
+        "padded_batch(16): in 256 examples the longest has 300 places, the mean 46.2; in"
+    )
+    assert "`kde.bucket_by_length(dataset, batch_size=16)`" in finding.fix
+    assert int(doctor.model.optimizer.iterations) == 32  # what was tried is undone
+
+
+@pytest.mark.rotating
+def test_padding_of_sequences_of_similar_lengths_or_that_a_model_needs_is_no_finding() -> None:
+    doctor = _fit_sequences(_sequences(np.arange(256) % 20 + 60).padded_batch(16).prefetch(2))
+    assert doctor.report.examination.padding is None
+    fixed = _sequences(LENGTHS).padded_batch(16, padded_shapes=([300], [1])).prefetch(2)
+    assert _fit_sequences(fixed, length=300).report.examination.padding is None
+
+
+@pytest.mark.rotating
+def test_compiling_anew_for_each_shape_is_found_with_its_number_and_seconds() -> None:
+    def report(sizes: Any) -> Any:
+        model = kde.Sequential([keras.Input((4,)), L.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=True)
+        doctor = kde.ParallelismDoctor(show=False)
+        data = tf.data.Dataset.from_tensor_slices(sizes).map(lambda n: (tf.ones([n, 4]), tf.ones([n, 1])))
+        model.fit(data, verbose=0, callbacks=[doctor])
+        return doctor.report
+
+    found = report(np.arange(4, 16))
+    finding = found.findings[0]
+    assert finding.code == "recompiling"
+    assert finding.evidence.startswith("10 of 10 steps took ")
+    assert "; 10 batches, read once more, have 10 shapes: (4, 4) and (4, 1); (5, 4) and (5, 1)" in finding.evidence
+    assert "`compile(jit_compile=False)`" in finding.fix
+    assert "`dataset.rebatch(8, drop_remainder=True)`" in finding.fix
+    assert report(np.array([4] * 29 + [2])).examination.recompilation is None
+
+
+def test_a_wait_that_making_a_batch_does_not_explain_is_not_the_fault_of_a_py_dataset() -> None:
+    assert explains_wait(MadeInPython("Generator"), 0.01)  # what a batch takes is not known
+    made = MadeInPython("PyDataset", "Rows.__getitem__", seconds=0.002, cpu_seconds=0.002)
+    assert [explains_wait(made, wait) for wait in (0.006, 0.007)] == [True, False]
+    assert explains_wait(dataclasses.replace(made, use_multiprocessing=True), 0.007)  # sending takes long
 
 
 # Where measuring fails

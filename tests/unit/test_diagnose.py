@@ -455,6 +455,40 @@ def test_a_function_that_is_traced_again_and_again_is_named_with_its_argument() 
         assert codes(HEALTHY, times(traces=(harmless,))) == []
 
 
+SPEC = "TensorSpec(shape=({}), dtype=tf.{}, name=None)"
+
+
+@pytest.mark.parametrize(
+    ("argument", "values", "fix"),
+    [
+        (
+            "",
+            (),
+            "Make note once, outside of what is called for each batch: its arguments were the same each time, and",
+        ),
+        ("x", ("2", "'a'"), "Pass x as a tensor, `tf.constant(...)`"),
+        (
+            "x",
+            (SPEC.format("2, 8", "float32"), SPEC.format("3, 8", "float32")),
+            "`@tf.function(reduce_retracing=True)`, by which note is traced for all shapes of x at once; or declare "
+            "them, `tf.TensorSpec([None, 8], tf.float32)` in `input_signature`; or pad x to few lengths",
+        ),
+        (
+            "x",
+            (SPEC.format("2,", "float32"), SPEC.format("2,", "float64")),
+            "Cast x to one dtype before note is called: `tf.cast(x, tf.float32)`.",
+        ),
+        ("x", (SPEC.format("2,", "float32"), SPEC.format("2, 1", "float32")), "Give x one rank: `tf.reshape(x, [...])"),
+        ("x", ("Weakref[Batch]",), "Call note with the same object each time, or hand it the tensors that x holds"),
+        ("x", ("List[Literal[1]]", "List[Literal[1], Literal[2]]"), "Pass x as one tensor, `tf.stack(x)`"),
+    ],
+)
+def test_how_a_function_is_traced_once_depends_on_what_it_is_called_with(argument: str, values: Any, fix: str) -> None:
+    traces = Traces("note", 60, 60, 0.9, argument, values)
+    (finding,) = judge(Examination(HEALTHY, times(traces=(traces,), tracing_seconds=0.9, host=0.012))).findings
+    assert finding.fix.startswith(fix)
+
+
 def short(**given: Any) -> Times:
     return times(**{"step": 0.0012, "compute": 0.0001, "sync": 0.00005, "input_": 0.00005, "host": 0.001, **given})
 

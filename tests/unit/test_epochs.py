@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -10,7 +11,7 @@ from test_diagnose import HEALTHY, times
 
 from keras_dist_ext.diagnosis.doctor.epoch_clock import EpochClock
 from keras_dist_ext.diagnosis.doctor.examination import BetweenEpochs, Calls, Examination
-from keras_dist_ext.diagnosis.doctor.host_clock import TraceWatch
+from keras_dist_ext.diagnosis.doctor.host_clock import CallbackClock, TraceWatch
 from keras_dist_ext.diagnosis.doctor.rules import judge
 from keras_dist_ext.findings import Finding
 
@@ -42,6 +43,19 @@ def test_a_callback_that_is_slow_between_epochs_is_named() -> None:
     assert finding.fix.startswith("Let it work after every 5 epochs, `if epoch % 5: return`; where it predicts")
     (saved,) = judge(examined(0.8, 0.0, Calls("ModelCheckpoint", "on_epoch_end", 0.8, 8))).findings
     assert saved.fix.startswith("Make epochs 5 times as long, `fit(dataset.repeat(5), epochs=...)`")
+    board = Calls("TensorBoard", "on_epoch_end", 0.8, 8, argument="histogram_freq=1")
+    (written,) = judge(examined(0.8, 0.0, board)).findings
+    assert written.fix == "`TensorBoard(histogram_freq=5)` instead of histogram_freq=1, or 0, which writes none."
+
+
+def test_the_clock_knows_after_how_many_epochs_histograms_are_written(tmp_path: Path) -> None:
+    for frequency, argument in ((2, "histogram_freq=2"), (0, "")):
+        board = keras.callbacks.TensorBoard(tmp_path, histogram_freq=frequency)
+        board.set_model(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]))
+        watching = CallbackClock([board], but=keras.callbacks.Callback(), hooks=("on_epoch_end",))
+        board.on_epoch_end(0, {})
+        (calls,) = watching.calls()
+        assert calls.argument == argument
 
 
 def test_epochs_of_few_steps_are_to_be_longer() -> None:

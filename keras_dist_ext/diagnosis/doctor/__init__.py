@@ -15,6 +15,8 @@ In reading order:
     interventions      experiments
     dtype_speed        how fast the device is in the model's dtype
     map_loops          loops over the examples of a batch
+    shape_trials       what padding, and new shapes of batches cost
+    shapes             their figures
     trials             what they have shown
     examination        all that is known when a run is judged
     rules              judge it
@@ -26,6 +28,7 @@ In reading order:
     epoch_rules        by what is done between epochs
     dtype_rules        by the dtype that is computed with
     map_loop_rules     by such loops
+    shape_rules        by the shapes of batches
     update_rules       by how long updates of weights take
     python_rules       by the Python that steps call
     why_not            why nothing can be done about the rest

@@ -65,6 +65,8 @@ def _callback(calls: Calls, examination: Examination) -> list[Finding]:
             f"{seconds / total:.0%} of the time",
             f"Make epochs {every} times as long, `fit(dataset.repeat({every}), epochs=...)`, to save less often."
             if calls.name in _SAVES
+            else f"`{calls.name}(histogram_freq={every})` instead of {calls.argument}, or 0, which writes none."
+            if calls.argument.startswith("histogram_freq")
             else f"Let it work after every {every} epochs, `if epoch % {every}: return`; where it predicts or "
             "evaluates, on fewer examples, in larger batches, `predict(x, batch_size=1024)`.",
             seconds * (1 - 1 / every),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from keras_dist_ext.diagnosis.doctor.shapes import Padding, Recompilation
 from keras_dist_ext.diagnosis.doctor.trials import Estimate, Trials
 from keras_dist_ext.findings import Finding
 from keras_dist_ext.step.stats import ReplicaStats
@@ -353,6 +354,8 @@ class Examination:
     between: BetweenEpochs | None = None  # None: there were too few epochs
     dtype: DtypeSpeed | None = None  # None: it is float32
     map_loops: MapLoops | None = None  # None: there are none
+    padding: Padding | None = None  # None: little of the batches is padding, or nothing could be timed
+    recompilation: Recompilation | None = None  # None: XLA compiles nothing, or for few shapes
 
     @property
     def seconds(self) -> float:

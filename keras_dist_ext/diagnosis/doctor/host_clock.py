@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import re
 import statistics
 import sys
 import time
@@ -74,7 +75,7 @@ class CallbackClock:
                 own = own_callback(longest.callback)
                 cls = type(own)
                 every, num_slow = period(longest.last, longest.num_calls)
-                argument, better = _how_often(own)
+                argument, better = _how_often(own, longest.hook)
                 found.append(
                     Calls(
                         name=cls.__name__,
@@ -136,10 +137,16 @@ def period(seconds: Sequence[float], num_calls: int) -> tuple[int, int]:
     return every, max(len(slow), num_calls // every)
 
 
-def _how_often(callback: keras.callbacks.Callback) -> tuple[str, str]:
-    """Return the argument of a class of Keras that has it write in the middle of an epoch, and what to give instead."""
+def _how_often(callback: keras.callbacks.Callback, hook: str) -> tuple[str, str]:
+    """Return the argument of a class of Keras that has it write in the middle of an epoch, and what to give instead.
+
+    At the end of an epoch it is that of how many epochs it writes after.
+    """
     if not type(callback).__module__.startswith("keras."):
         return "", ""
+    if "epoch" in hook:
+        every = getattr(callback, "histogram_freq", 0)
+        return (f"histogram_freq={every}", "") if every else ("", "")
     for name in ("save_freq", "update_freq"):
         value = getattr(callback, name, None)
         if isinstance(value, int):
@@ -268,7 +275,7 @@ def _summary(function: str, traces: Sequence[_Trace]) -> Traces:
         if one.arguments.get(name) != other.arguments[name]
     )
     argument = changes.most_common(1)[0][0] if changes else ""
-    values = dict.fromkeys(trace.arguments[argument] for trace in traces if argument in trace.arguments)
+    values = dict.fromkeys(_shown(trace.arguments[argument]) for trace in traces if argument in trace.arguments)
     return Traces(
         function=function,
         num_traces=len(traces),
@@ -277,3 +284,12 @@ def _summary(function: str, traces: Sequence[_Trace]) -> Traces:
         argument=argument,
         values=tuple(values)[:8],
     )
+
+
+def _shown(value: str) -> str:
+    """Write an argument without addresses.
+
+    >>> _shown("Weakref[<weakref at 0x7f099473e7f0; to 'Batch' at 0x7f09968e0190>])")
+    'Weakref[Batch]'
+    """
+    return re.sub(r"Weakref\[<weakref at 0x\w+; to '([^']*)' at 0x\w+>\]\)?", r"Weakref[\1]", value)

@@ -151,29 +151,34 @@ class Conditions:
         """Make an execution of a condition, which is not timed."""
         self._trials[name].execute()
 
-    def measure(self, seconds: float | None = None) -> Trials:
+    def measure(self, seconds: float | None = None, *, rounds: tuple[int, int] = _ROUNDS) -> Trials:
         """Time all conditions, round by round, and close them.
 
         Args:
             seconds: that rounds may take together; the least number of rounds is made all the same.
+            rounds: how many, at least and at most.
         """
         seconds = _SECONDS if seconds is None else seconds
         samples: dict[str, list[float]] = {name: [] for name in self._trials}
         begin, names = time.perf_counter(), list(self._trials)
-        least, most = _ROUNDS
+        least, most = rounds
         for number in range(most):
             if number >= least and time.perf_counter() - begin > seconds:
                 break
             first = number % max(1, len(names))
             for name in names[first:] + names[:first]:
                 samples[name].append(self._trials[name].time())
-        for trial in self._trials.values():
-            trial.close()
+        self.close()
         return Trials(
             {name: tuple(values) for name, values in samples.items()},
             {name: trial.num_steps for name, trial in self._trials.items()},
             dict(self.skipped),
         )
+
+    def close(self) -> None:
+        """Read no more data."""
+        for trial in self._trials.values():
+            trial.close()
 
 
 class _Trial:

@@ -6,14 +6,27 @@ from keras_dist_ext.diagnosis.doctor.python_data import MadeInPython, Reads
 from keras_dist_ext.diagnosis.doctor.units import ms
 from keras_dist_ext.findings import Finding
 
-__all__ = ["judge_python_data"]
+__all__ = ["explains_wait", "judge_python_data"]
 
 _MOST_READS = 4  # of one dataset of a file, for one batch
 _COMPUTES = 0.5  # of the time: then threads wait for each other, since one at a time runs Python
 _KEEPS_UP = 0.8  # of a step's time: who makes a batch in less is ready before the step is
+_ALONE = 0.3  # of the wait for a batch: the least that making one takes where it is what is waited for
 _WORKERS = 4
 _WAITING_WORKERS = 16
 _SLOW = "Batches come from Python code, which does not make them as fast as replicas take them."
+
+
+def explains_wait(made: MadeInPython, waited_seconds: float) -> bool:
+    """Whether making a batch may be what is waited for, and not a core that others have.
+
+    >>> cheap = MadeInPython("PyDataset", "Rows.__getitem__", 2e-5, 2e-5)
+    >>> explains_wait(cheap, 1e-3), explains_wait(cheap, 5e-5)
+    (False, True)
+    """
+    if not made.seconds or made.use_multiprocessing:  # it is not known; or what is sent takes longer than what is made
+        return True
+    return made.seconds >= _ALONE * waited_seconds
 
 
 def judge_python_data(made: MadeInPython, spare_seconds: float = 0.0) -> Finding:

@@ -23,6 +23,7 @@ from keras_dist_ext.diagnosis.doctor.python_rules import python_in_step
 from keras_dist_ext.diagnosis.doctor.replica_rules import REPLICA_RULES
 from keras_dist_ext.diagnosis.doctor.report import Report
 from keras_dist_ext.diagnosis.doctor.setting_rules import SETTING_RULES, shared_cpu
+from keras_dist_ext.diagnosis.doctor.shape_rules import SHAPE_RULES, padding_of_stock
 from keras_dist_ext.diagnosis.doctor.update_rules import long_updates
 from keras_dist_ext.diagnosis.doctor.waiting_rules import WAITING_RULES
 from keras_dist_ext.diagnosis.doctor.why_not import why_not
@@ -50,10 +51,11 @@ def judge(examination: Examination) -> Report:
             between_epochs,
             slow_dtypes,
             map_loops,
+            *SHAPE_RULES,
         ):
             found += rule(examination)
     if examination.stock_steps is not None:
-        found += examination.pipeline
+        found += [*examination.pipeline, *padding_of_stock(examination)]
     explained = {effect.code for cause in found for effect in found if _explains(cause, effect)}
     notes = [note for note in (shared_cpu(examination.setting), *_notes(examination)) if note is not None]
     findings = _claimed_once([finding for finding in found if finding.code not in explained], _watched(examination))
@@ -80,6 +82,8 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
     "sequential-model": ("batch-too-small",),
     "slow-start-of-epochs": ("short-epochs",),
     "loop-in-step": ("batch-too-small", "sequential-model"),
+    "mostly-padding": ("sequential-model",),
+    "recompiling": ("batch-too-small", "sequential-model", "straggler", "sync-bound"),
     "outside-scope": ("mirrored-one-device", "idle-accelerators"),
     "cluster-ignored": ("mirrored-one-device",),
 }

@@ -21,8 +21,10 @@ from keras_dist_ext.diagnosis.doctor.interventions import experiment
 from keras_dist_ext.diagnosis.doctor.map_loops import find_map_loops
 from keras_dist_ext.diagnosis.doctor.python_clock import PythonClock
 from keras_dist_ext.diagnosis.doctor.python_data import look_into
-from keras_dist_ext.diagnosis.doctor.python_data_rules import judge_python_data
+from keras_dist_ext.diagnosis.doctor.python_data_rules import explains_wait, judge_python_data
 from keras_dist_ext.diagnosis.doctor.setting import read_setting
+from keras_dist_ext.diagnosis.doctor.shape_trials import measure_padding, measure_recompilation, read_padding
+from keras_dist_ext.diagnosis.doctor.shapes import Padding, Recompilation
 from keras_dist_ext.diagnosis.doctor.step_blocks import StepBlocks
 from keras_dist_ext.errors import KerasDistError
 from keras_dist_ext.findings import SLOWS_PIPELINES, Finding
@@ -39,6 +41,7 @@ __all__ = ["RunTrace"]
 
 _LEAST_STEPS, _LEAST_BLOCKS = 8, 3  # fewer prove nothing
 _LEAST_EPOCHS = 3  # times between two
+_LEAST_COMPUTING = 0.3  # of the time, for shapes of batches to matter
 
 
 class RunTrace:
@@ -163,10 +166,13 @@ class RunTrace:
         setting = read_setting(self.model, strategy=strategy, step_watchers=self._step_watchers, graphs=self._graphs)
         times = self._times()
         if times is None:
-            return Examination(setting, pipeline=tuple(self._stock_findings()), stock_steps=self._stock_steps())
+            steps = self._stock_steps()
+            padding = None if self._data is None or steps is None else read_padding(self._data)
+            return Examination(setting, pipeline=tuple(self._stock_findings()), stock_steps=steps, padding=padding)
         with kept_pass(None if self._run_data is None else self._run_data.given):
             trials = self._trials(times) if interventions else None
             pipeline, batch_seconds = self._data_findings(times)
+            padding, recompilation = self._shapes(times)
             return Examination(
                 setting,
                 times,
@@ -181,7 +187,22 @@ class RunTrace:
                     setting.devices[0],
                     round(float(times.examples.mean()) / times.num_steps),
                 ),
+                padding=padding,
+                recompilation=recompilation,
             )
+
+    def _shapes(self, times: Times) -> tuple[Padding | None, Recompilation | None]:
+        """Say what the shapes of batches cost, where steps compute for long."""
+        data, computing = self._run_data, times.compute() * times.num_steps
+        is_one_process = workers_of(self.model.distribute_strategy) is None
+        if data is None or not data.can_be_read_again or not is_one_process or self.model.run_eagerly:
+            return None, None
+        if self._blocks is None or times.shares()["computing"] < _LEAST_COMPUTING:
+            return None, None
+        return (
+            measure_padding(self.model, data.given, computing / times.num_steps),
+            measure_recompilation(self.model, data.given, self._blocks.compute_seconds),
+        )
 
     def _stock_steps(self) -> tuple[int, float] | None:
         """How many steps stock Keras has made after the first two, which trace, and their seconds."""
@@ -246,7 +267,10 @@ class RunTrace:
             return [], None
         if not self._run_data.can_be_read_again:
             spare = max(0.0, times.seconds - times.input_seconds) / times.num_steps
-            return [judge_python_data(look_into(self._run_data.data_adapter), spare)], None
+            made = look_into(self._run_data.data_adapter)
+            if not explains_wait(made, (waited + starting) / times.num_steps):
+                return [], made.seconds
+            return [judge_python_data(made, spare)], None
         if not self._run_data.is_pipeline:
             return [], None
         return _inspected(self._run_data.given)

@@ -15,6 +15,7 @@ from keras_dist_ext.step.stats import ReplicaStats, summarize
 __all__ = ["StepBlocks", "others_seconds"]
 
 _MOST_BLOCKS = 32
+_MOST_STEPS = 10_000  # one by one
 _WARM_UP = 2  # executions: they trace, and allocate; a pipeline fills its buffers
 _PARTS = 4  # that the steps fetched at once are cut into, at first
 _SHORT_SECONDS = 3e-3  # a step: recording it costs more than 1%
@@ -30,6 +31,7 @@ class StepBlocks:
     Attributes:
         num_executions: that were watched, without those at the beginning.
         start_seconds: of waiting for the first batch, pass by pass.
+        compute_seconds: of each step, of the replica that took longest; of no more steps than matter.
 
     Args:
         recorder: of the steps.
@@ -47,6 +49,7 @@ class StepBlocks:
         self._starts: list[int] = []  # which of them came first in a pass
         self.num_executions = 0
         self.start_seconds: list[float] = []
+        self.compute_seconds: list[float] = []
 
     def end_execution(self, *, begins_pass: bool = False) -> bool:
         """Take note of an execution; return whether it was the last one that does not count.
@@ -106,6 +109,8 @@ class StepBlocks:
         if records is None:
             return
         self.start_seconds += records.input_seconds[starts].tolist()
+        if len(self.compute_seconds) < _MOST_STEPS:
+            self.compute_seconds += records.compute_seconds.max(axis=1).tolist()
         is_start = np.isin(np.arange(len(records)), starts)
         records = dataclasses.replace(records, input_seconds=np.where(is_start, 0.0, records.input_seconds))
         parts = min(len(records), _PARTS if len(self._blocks) < _MOST_BLOCKS // 2 else 1)

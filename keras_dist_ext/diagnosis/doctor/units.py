@@ -4,12 +4,12 @@ __all__ = ["size", "us", "ms"]
 
 
 def ms(seconds: float) -> str:
-    """Write seconds as milliseconds.
+    """Write seconds as milliseconds; as seconds, where these are 1 and more.
 
-    >>> ms(0.01234)
-    '12.3 ms'
+    >>> ms(0.01234), ms(2.4141)
+    ('12.3 ms', '2.41 s')
     """
-    return f"{1e3 * seconds:.3g} ms"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def us(seconds: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -125,10 +126,49 @@ def _traced(traces: Traces, times: Times) -> Finding:
         f"TensorFlow traces {traces.function} again and again, in Python, while replicas wait.",
         f"{traces.num_traces} traces in {traces.num_executions} of {times.num_executions} executions, "
         f"{ms(traces.seconds / traces.num_traces)} each{argument}",
-        f"Pass {traces.argument or 'Python values'} as a tensor, `tf.constant(...)`, of a fixed dtype and rank; or "
-        "declare what comes: `@tf.function(input_signature=[tf.TensorSpec([None, ...])])`, or `reduce_retracing=True`.",
+        _trace_once(traces.function, traces.argument, traces.values),
         traces.seconds,
     )
+
+
+def _trace_once(function: str, argument: str, values: Sequence[str]) -> str:
+    """Say how a function is not traced anew for each value of an argument, by what these are."""
+    if not argument:
+        return (
+            f"Make {function} once, outside of what is called for each batch: its arguments were the same each time, "
+            "and a tf.function that is made anew knows none of the traces of the one before."
+        )
+    specs = [_SPEC.fullmatch(value) for value in values]
+    if specs and all(specs):
+        dtypes = list(dict.fromkeys(spec[2] for spec in specs if spec))
+        shapes = [[part.strip() for part in spec[1].split(",") if part.strip()] for spec in specs if spec]
+        if len(dtypes) > 1:
+            return f"Cast {argument} to one dtype before {function} is called: `tf.cast({argument}, {dtypes[0]})`."
+        if len({len(shape) for shape in shapes}) > 1:
+            return f"Give {argument} one rank: `tf.reshape({argument}, [...])` before {function} is called."
+        shape = [dims[0] if len(set(dims)) == 1 else "None" for dims in zip(*shapes, strict=True)]
+        return (
+            f"`@tf.function(reduce_retracing=True)`, by which {function} is traced for all shapes of {argument} at "
+            f"once; or declare them, `tf.TensorSpec([{', '.join(shape)}], {dtypes[0]})` in `input_signature`; or pad "
+            f"{argument} to few lengths, where XLA compiles the function."
+        )
+    if all(value.startswith("Weakref[") for value in values):
+        return (
+            f"Call {function} with the same object each time, or hand it the tensors that {argument} holds: a trace is "
+            "of one object of Python."
+        )
+    if all(value.startswith(("List[", "Tuple[", "Dict[")) for value in values):
+        return (
+            f"Pass {argument} as one tensor, `tf.stack({argument})`, or as a `tf.RaggedTensor`: a trace is of one "
+            "number of elements, and of one value of each that is no tensor."
+        )
+    return (
+        f"Pass {argument} as a tensor, `tf.constant(...)`, of a fixed dtype and rank; or declare what comes: "
+        "`@tf.function(input_signature=[...])`."
+    )
+
+
+_SPEC = re.compile(r"TensorSpec\(shape=\((.*)\), dtype=(\S+), name=.*\)")  # python/framework/tensor.py
 
 
 def _host(examination: Examination) -> list[Finding]:

@@ -11,11 +11,13 @@ __all__ = ["why_not"]
 
 _MOST = 0.5  # of the time
 _ALONE = 0.3  # of the wait for a batch: the least that its pipeline takes by itself where it is what is waited for
+_SHORT_SECONDS = 1e-3  # a batch: as of the rule about input
 _SELDOM = 0.2  # of the executions
 _LONG_SECONDS = 0.2  # an execution: how many steps it has is chosen so that callbacks wait for 0.25 s at most
 
 _ABOUT: dict[str, frozenset[str]] = {  # what the shares are called -> findings that are not about it
     "input": frozenset({"slow-callback", "fetching-callback", "retracing", "host-bound", "sync-bound", "update-bound"}),
+    "first batches": frozenset({"slow-callback", "fetching-callback", "retracing", "host-bound", "update-bound"}),
     "updating": frozenset({"slow-callback", "fetching-callback", "retracing", "host-bound", "input-bound"}),
     "synchronising": frozenset({"slow-callback", "fetching-callback", "retracing", "host-bound", "input-bound"}),
     "callbacks": frozenset({"input-bound", "sync-bound", "update-bound", "python-in-step"}),
@@ -51,9 +53,21 @@ def _of_input(examination: Examination) -> str:
             else f"on a cached batch steps are not shorter by more than they vary ({saved.show(' ms', 1e3)})"
         )
     waited = times.input_seconds / times.num_steps
+    if waited < _SHORT_SECONDS and (alone is None or alone >= _ALONE * waited):
+        return f"a batch comes after {us(waited)}, little more than handing one on takes; only larger batches need less"
     if alone is None or alone >= _ALONE * waited:
         return ""
     return f"a batch comes after {ms(waited)}, and the pipeline by itself gives one in {us(alone)}"
+
+
+def _of_starts(examination: Examination) -> str:
+    times = examination.times
+    assert times is not None
+    starts = times.start_seconds
+    return (
+        f"beginning a pass over the data takes {ms(sum(starts) / len(starts))}, and one has no more than "
+        f"{times.num_steps / len(starts):.3g} steps; only longer ones, `dataset.repeat(n)`, need it less"
+    )
 
 
 def _of_ends(examination: Examination) -> str:
@@ -109,6 +123,7 @@ def _of_epochs(examination: Examination) -> str:
 
 _REASONS: dict[str, Callable[[Examination], str]] = {
     "input": _of_input,
+    "first batches": _of_starts,
     "updating": _of_ends,
     "synchronising": _of_ends,
     "callbacks": _of_callbacks,
