@@ -40,6 +40,7 @@ In reading order:
     batch_spec        their shapes, with any number of rows
     data_order        a pass in the order of a seed
     execution_sizer   how many steps an execution makes
+    xla_rule          whether XLA compiles what replicas compute in them
     run_callback      ``kde.RunCallback``
     callbacks         ``kde.ScopeGuard`` and ``kde.ReplicaSeeds``
     actions           ``kde.every``, ``kde.on_improvement``, ``kde.on_preemption``

@@ -521,7 +521,8 @@ def test_a_scalar_is_not_data(data: Any, named: str) -> None:
 
 
 def test_a_cache_of_endless_repetitions_never_fills_and_costs_all_that_is_below_it() -> None:
-    inspection = kde.inspect(BASE.map(slow).repeat().cache().batch(8).prefetch(AUTO), seconds=0.5)
+    with planted("Map", 1.0):
+        inspection = kde.inspect(BASE.map(slow).repeat().cache().batch(8).prefetch(AUTO), seconds=0.5)
     (finding,) = [finding for finding in inspection.findings if finding.code == "repeat-before-cache"]
     assert finding.what == "The cache is never complete, grows without end, and spares nothing."
     assert finding.fix == "dataset.cache().repeat()"
