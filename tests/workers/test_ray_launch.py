@@ -103,10 +103,13 @@ def test_a_run_that_loses_a_node_and_gets_another_ends_with_the_bits_of_an_unint
     nodes.add()
     thread.join()
     lines = [line for line in stream.getvalue().splitlines() if line.startswith("launch: ")]
-    assert [line.split()[1] for line in lines if "workers of 1 to 3" in line] == ["3", "2", "3"], stream.getvalue()
+    numbers = [int(line.split()[1]) for line in lines if " of 1 to 3." in line]
+    assert numbers[0] == numbers[-1] == 3, stream.getvalue()
+    assert len(numbers) > 2, stream.getvalue()
+    assert max(numbers[1:-1]) < 3, "without the lost node there are places for two, or for one while the other is freed"
     assert "launch: There are places for more workers: all have saved and ended, and start again." in lines
     (result,) = results
-    assert result.num_restarts == 2
+    assert result.num_restarts == len(numbers) - 1
     assert_nothing_is_left("elastic", nodes)
     (reference,) = kde.launch(1, elastic_runs.train, args=(str(tmp_path / "reference"), 2), **options).values
     for worker in result.values:
