@@ -31,7 +31,7 @@ from keras_dist_ext._keras.interception import Step, install, thread
 from keras_dist_ext._keras.strategies import sum_over_replicas
 from keras_dist_ext.aliases import DType, Gradient, Original, SpecNest, TensorNest, TracedFunction, UserFunction
 
-__all__ = ["intercept", "current_step", "local_updates"]
+__all__ = ["intercept", "current_step", "local_updates", "weighs_missed_by_alpha"]
 
 Axis: TypeAlias = int | Sequence[int] | None
 
@@ -275,7 +275,19 @@ def _tversky(
     y_true = tf.cast(y_true, y_pred.dtype)
     parts = y_true * y_pred, (1 - y_pred) * y_true, y_pred * (1 - y_true)
     both, missed, wrong = sum_over_replicas([tf.reduce_sum(part, axis) for part in parts])
+    if not weighs_missed_by_alpha(keras_own):
+        missed, wrong = wrong, missed
     return 1 - both / (both + alpha * missed + beta * wrong + keras.backend.epsilon())
+
+
+@functools.cache
+def weighs_missed_by_alpha(tversky: Original) -> bool:
+    """Whether ``alpha`` weighs what is missed, as up to Keras 3.15, or what is predicted wrongly, as in 3.16.
+
+    Tried with one of two missed and nothing wrong: the loss is 1/2, or 0.
+    """
+    with tf.init_scope():
+        return float(tversky([1.0, 1.0], [1.0, 0.0], alpha=1.0, beta=0.0)) > 0.25
 
 
 def _spans_rows(y_pred: tf.Tensor, axis: Axis) -> bool:

@@ -110,7 +110,7 @@ class ValidRows(losses.Loss):
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         values = ops.mean(ops.square(y_true - y_pred), axis=-1)
-        keras.src.backend.set_keras_mask(values, y_true[:, 0] > 0)
+        keras.src.backend.common.masking.set_keras_mask(values, y_true[:, 0] > 0)
         return values
 
 

@@ -56,7 +56,7 @@ from keras_dist_ext._keras.datasets import (
     unseeded_random_ops,
     with_seeds,
 )
-from keras_dist_ext._keras.hooks import current_step, intercept, local_updates
+from keras_dist_ext._keras.hooks import current_step, intercept, local_updates, weighs_missed_by_alpha
 from keras_dist_ext._keras.interception import install
 from keras_dist_ext._keras.layers import (
     copy_mask,
@@ -2008,3 +2008,21 @@ def test_a_sum_that_is_read_over_replicas_cannot_be_added_to_outside_of_them_but
         Layer()(keras.Input((2,)))
     assert names[0].startswith("scratch_graph")
     assert float(total.read_value()) == 0.0
+
+
+def test_alpha_of_tversky_is_what_this_keras_makes_of_it() -> None:
+    true, predicted = tf.constant([1.0, 0.0, 1.0, 1.0]), tf.constant([0.9, 0.4, 0.2, 0.7])
+    both, missed, wrong = (
+        float(tf.reduce_sum(part)) for part in (true * predicted, true * (1 - predicted), (1 - true) * predicted)
+    )
+
+    def by(alpha_of: float, beta_of: float) -> float:
+        return 1 - both / (both + 0.3 * alpha_of + 0.7 * beta_of)
+
+    def swapped(y_true: Any, y_pred: Any, alpha: float, beta: float) -> Any:
+        return keras.losses.tversky(y_true, y_pred, alpha=beta, beta=alpha)
+
+    of_missed = weighs_missed_by_alpha(keras.losses.tversky)
+    expected = by(missed, wrong) if of_missed else by(wrong, missed)
+    assert float(keras.losses.tversky(true, predicted, alpha=0.3, beta=0.7)) == pytest.approx(expected, rel=1e-5)
+    assert weighs_missed_by_alpha(swapped) != of_missed
