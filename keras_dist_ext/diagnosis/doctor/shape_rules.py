@@ -30,18 +30,9 @@ def _padding(examination: Examination) -> list[Finding]:
     if saved.low <= 0 or seconds < _SHARE * examination.seconds:
         return []
     before, after = (padding.trials.seconds[name] for name in ("as they come", "by length"))
-    by = f"{padding.stage}: " if padding.stage else ""
-    return [
-        Finding(
-            "mostly-padding",
-            f"{padding.share:.0%} of what batches hold is padding, for which each step computes all the same.",
-            f"{by}in {padding.num_examples} examples the longest has {padding.longest} places, the mean "
-            f"{padding.mean:.3g}; in batches of these examples by their length, {padding.share_by_length:.0%} was "
-            f"padding, and a step took {saved.show(' ms', 1e3)} less: {ms(min(after))} instead of {ms(min(before))}",
-            _less_padding(padding, examination.setting.num_replicas, seconds / max(1, len(times.start_seconds))),
-            seconds,
-        )
-    ]
+    measured = f", and a step took {saved.show(' ms', 1e3)} less: {ms(min(after))} instead of {ms(min(before))}"
+    fix = _less_padding(padding, examination.setting.num_replicas, seconds / max(1, len(times.start_seconds)))
+    return [_mostly_padding(padding, measured, fix, seconds)]
 
 
 def padding_of_stock(examination: Examination) -> list[Finding]:
@@ -49,17 +40,21 @@ def padding_of_stock(examination: Examination) -> list[Finding]:
     padding = examination.padding
     if padding is None:
         return []
+    fix = _less_padding(padding, examination.setting.num_replicas, 0.0)
+    return [_mostly_padding(padding, "; `kde.diagnose(model, data)` times what that saves", fix)]
+
+
+def _mostly_padding(padding: Padding, measured: str, fix: str, seconds: float | None = None) -> Finding:
     by = f"{padding.stage}: " if padding.stage else ""
-    return [
-        Finding(
-            "mostly-padding",
-            f"{padding.share:.0%} of what batches hold is padding, for which each step computes all the same.",
-            f"{by}in {padding.num_examples} examples the longest has {padding.longest} places, the mean "
-            f"{padding.mean:.3g}; in batches of these examples by their length, {padding.share_by_length:.0%} was "
-            "padding; `kde.diagnose(model, data)` times what that saves",
-            _less_padding(padding, examination.setting.num_replicas, 0.0),
-        )
-    ]
+    return Finding(
+        "mostly-padding",
+        f"{padding.share:.0%} of what batches hold is padding, for which each step computes all the same.",
+        f"{by}in {padding.num_examples} examples the longest has {padding.longest} places, the mean "
+        f"{padding.mean:.3g}; in batches of these examples by their length, {padding.share_by_length:.0%} was padding"
+        f"{measured}",
+        fix,
+        seconds,
+    )
 
 
 def _less_padding(padding: Padding, num_replicas: int, seconds_a_pass: float) -> str:
