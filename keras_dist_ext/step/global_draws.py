@@ -159,16 +159,27 @@ def draw_rows(
         rows: the replica's rows in the global batch.
     """
     shape = tf.convert_to_tensor(shape)
+    per_row = static_shape(shape)[1:].num_elements()
     with tf.control_dependencies([_check_rows(shape, rows)]):
-        sizes = tf.cast(shape, tf.int64)
+        shape = tf.identity(shape)
     group = 2 if dtype.size == 8 else 4
-    before = tf.cast(rows.first, tf.int64) * tf.reduce_prod(sizes[1:])
+    values = 64 * group if kind == "truncated_normal" else 1  # of the counter, for a group
+    first = tf.cast(rows.first, tf.int64)
+    if per_row is not None and per_row % group == 0:  # so each row begins with a group
+        with tf.name_scope(_SCOPE):
+            return draw(shape, _advanced(counter, first, per_row // group * values))
+    sizes = tf.cast(shape, tf.int64)
+    before = first * tf.reduce_prod(sizes[1:])
     count = tf.reduce_prod(sizes)
-    moved = before // group * (64 * group if kind == "truncated_normal" else 1)
-    counter = counter + tf.cast(tf.stack([moved, tf.zeros_like(moved)]), counter.dtype)
+    counter = _advanced(counter, before // group, values)
     with tf.name_scope(_SCOPE):
         numbers = draw(tf.reshape(count + group, [1]), counter, name=None)
     return tf.reshape(tf.slice(numbers, [before % group], [count]), shape, name=f"own_{_SCOPE}")
+
+
+def _advanced(counter: tf.Tensor, count: tf.Tensor, values: int) -> tf.Tensor:
+    """Move the lower half of a counter on by so many values for each of a count."""
+    return counter + tf.cast(count, counter.dtype) * tf.constant([values, 0], counter.dtype)
 
 
 def _refuse_other_draws(graph: tf.Graph, name: str) -> None:

@@ -124,9 +124,10 @@ def test_draws_by_replica_are_not_those_of_one_device() -> None:
     assert max(np.abs(one - other).max() for one, other in zip(ours, expected, strict=True)) > 1e-2
 
 
+@pytest.mark.parametrize("sizes", [(7, 3), (7, 4), (0,), (2,)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("kind", ["uniform", "normal", "truncated_normal"])
-def test_rows_have_the_bits_of_the_whole(kind: str, dtype: str) -> None:
+def test_rows_have_the_bits_of_the_whole(kind: str, dtype: str, sizes: tuple[int, ...]) -> None:
     ops: Any = stateless_random_ops.gen_stateless_random_ops_v2
     op = getattr(ops, f"stateless_{kind}_v2" if kind == "truncated_normal" else f"stateless_random_{kind}_v2")
     generator = tf.random.Generator.from_seed(5, alg="philox")
@@ -137,10 +138,10 @@ def test_rows_have_the_bits_of_the_whole(kind: str, dtype: str) -> None:
 
     @tf.function(input_signature=[tf.TensorSpec([], tf.int32)] * 2)
     def rows(first: Any, count: Any) -> Any:
-        shape = tf.stack([count, 7, 3])
+        shape = tf.stack([count, *sizes])
         return draw_rows(kind, shape, tf.as_dtype(dtype), counter, draw, RowRange(first, count, 4000))
 
-    whole = draw([4000, 7, 3], counter)
+    whole = draw([4000, *sizes], counter)
     for first, count in ((0, 4), (1, 3), (5, 0), (777, 101), (3001, 999)):
         assert np.array_equal(rows(first, count), whole[first : first + count])
 
