@@ -33,7 +33,7 @@ InitialValue: TypeAlias = TensorNest  # also a function that computes it
 # keras/src/backend/tensorflow/core.py: all that Keras makes goes through it. Initial values are drawn alike on all
 # replicas, and by Keras' own code.
 @install(keras.Variable, "_initialize")
-def _(original: Original, step: Step, variable: keras.Variable, value: InitialValue) -> None:
+def _(original: Original, step: Step, /, variable: keras.Variable, value: InitialValue) -> None:
     def make(value: InitialValue) -> None:
         original(variable, value)
 

@@ -16,14 +16,14 @@ __all__ = ["DRAWN_KINDS", "DRAWS"]
 
 # keras/src/random/seed_generator.py: its state is mirrored, so that all replicas would draw the same numbers.
 @install(keras.random.SeedGenerator, "next")
-def _(original: Original, step: Step, generator: keras.random.SeedGenerator, ordered: bool = True) -> tf.Tensor:
+def _(original: Original, step: Step, /, generator: keras.random.SeedGenerator, ordered: bool = True) -> tf.Tensor:
     return step.next_seed(generator, ordered, functools.partial(original, generator))
 
 
 # keras/src/backend/tensorflow/random.py: an integer as a seed is a constant. Where only shapes are asked for, Keras
 # draws the initial values of weights that are not made yet (backend/common/variables.py, `value`).
 @install(backend.random, "draw_seed")
-def _(original: Original, step: Step, seed: int | keras.random.SeedGenerator | None) -> tf.Tensor:
+def _(original: Original, step: Step, /, seed: int | keras.random.SeedGenerator | None) -> tf.Tensor:
     if isinstance(seed, int) and not backend.in_symbolic_scope():
         step.constant_seed(seed)
     return original(seed)
@@ -31,13 +31,13 @@ def _(original: Original, step: Step, seed: int | keras.random.SeedGenerator | N
 
 # tensorflow/python/framework/random_seed.py: the seeds of tf.random.* ops are alike on all workers, or not set.
 @install(random_seed, "get_seed")
-def _(original: Original, step: Step, op_seed: int | None) -> OpSeeds:
+def _(original: Original, step: Step, /, op_seed: int | None) -> OpSeeds:
     return step.op_seeds(op_seed, original)
 
 
 # tensorflow/python/framework/op_def_library.py: all ops of a graph are made here, also those of `tf.raw_ops`.
 @install(op_def_library, "_apply_op_helper")
-def _(original: Original, step: Step, op_type_name: str, name: str | None = None, **given: TensorNest) -> TensorNest:
+def _(original: Original, step: Step, /, op_type_name: str, name: str | None = None, **given: TensorNest) -> TensorNest:
     kind = DRAWN_KINDS.get(op_type_name)
     if kind is None:
         return original(op_type_name, name, **given)

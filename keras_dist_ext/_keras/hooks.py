@@ -54,12 +54,12 @@ def current_step() -> Step | None:
 
 # keras/src/losses/loss.py: losses are local means; the step makes their sum over replicas exact.
 @install(loss_module, "scale_loss_for_distribution")
-def _(original: Original, step: Step, value: tf.Tensor) -> tf.Tensor:
+def _(original: Original, step: Step, /, value: tf.Tensor) -> tf.Tensor:
     return value
 
 
 @install(loss_module, "unscale_loss_for_distribution")
-def _(original: Original, step: Step, value: tf.Tensor) -> tf.Tensor:
+def _(original: Original, step: Step, /, value: tf.Tensor) -> tf.Tensor:
     return value
 
 
@@ -67,6 +67,7 @@ def _(original: Original, step: Step, value: tf.Tensor) -> tf.Tensor:
 def _(
     original: Original,
     step: Step,
+    /,
     values: tf.Tensor,
     sample_weight: TensorNest = None,
     mask: TensorNest = None,
@@ -81,7 +82,7 @@ def _(
 
 # keras/src/trainers/trainer.py
 @install(keras.Model, "compute_loss")
-def _(original: Original, step: Step, *args: object, **kwargs: object) -> tf.Tensor:
+def _(original: Original, step: Step, /, *args: object, **kwargs: object) -> tf.Tensor:
     step.begin_loss()
     loss = original(*args, **kwargs)
     step.note_loss(loss)
@@ -91,7 +92,7 @@ def _(original: Original, step: Step, *args: object, **kwargs: object) -> tf.Ten
 # keras/src/metrics/reduction_metrics.py
 @install(keras.metrics.Mean, "update_state")
 def _(
-    original: Original, step: Step, metric: keras.Metric, values: tf.Tensor, sample_weight: TensorNest = None
+    original: Original, step: Step, /, metric: keras.Metric, values: tf.Tensor, sample_weight: TensorNest = None
 ) -> TensorNest:
     values, sample_weight = step.mean_update(metric, values, sample_weight)
     return original(metric, values, sample_weight=sample_weight)
@@ -99,7 +100,7 @@ def _(
 
 @install(keras.metrics.Sum, "update_state")
 def _(
-    original: Original, step: Step, metric: keras.Metric, values: tf.Tensor, sample_weight: TensorNest = None
+    original: Original, step: Step, /, metric: keras.Metric, values: tf.Tensor, sample_weight: TensorNest = None
 ) -> TensorNest:
     values, sample_weight = step.sum_update(metric, values, sample_weight)
     return original(metric, values, sample_weight=sample_weight)
@@ -112,6 +113,7 @@ for _optimizer_class in (keras.optimizers.Optimizer, keras.optimizers.LossScaleO
     def _(
         original: Original,
         step: Step,
+        /,
         optimizer: keras.optimizers.Optimizer,
         grads: Sequence[Gradient],
         trainable_variables: TensorNest = None,
@@ -119,13 +121,15 @@ for _optimizer_class in (keras.optimizers.Optimizer, keras.optimizers.LossScaleO
         step.apply(optimizer, grads, trainable_variables, functools.partial(original, optimizer))
 
     @install(_optimizer_class, "scale_loss")
-    def _(original: Original, step: Step, optimizer: keras.optimizers.Optimizer, loss: tf.Tensor) -> tf.Tensor:
+    def _(original: Original, step: Step, /, optimizer: keras.optimizers.Optimizer, loss: tf.Tensor) -> tf.Tensor:
         return step.scale_loss(optimizer, loss, functools.partial(original, optimizer))
 
 
 # keras/src/backend/tensorflow/optimizer.py: the step has summed the gradients already.
 @install(keras.optimizers.Optimizer, "_all_reduce_sum_gradients")
-def _(original: Original, step: Step, optimizer: keras.optimizers.Optimizer, grads_and_vars: TensorNest) -> TensorNest:
+def _(
+    original: Original, step: Step, /, optimizer: keras.optimizers.Optimizer, grads_and_vars: TensorNest
+) -> TensorNest:
     return step.all_reduce_gradients(grads_and_vars)
 
 
@@ -136,6 +140,7 @@ for _name in ("assign_add", "assign_sub"):
     def _(
         original: Original,
         step: Step,
+        /,
         optimizer: keras.optimizers.Optimizer,
         variable: keras.Variable,
         value: TensorNest,
@@ -158,7 +163,7 @@ tf.register_tensor_conversion_function(tf.IndexedSlices, _slices_to_tensor, prio
 
 # keras/src/backend/tensorflow/core.py
 @install(keras.Variable, "_direct_assign")
-def _(original: Original, step: Step, variable: keras.Variable, value: tf.Tensor) -> None:
+def _(original: Original, step: Step, /, variable: keras.Variable, value: tf.Tensor) -> None:
     step.assign(variable, value, functools.partial(original, variable))
 
 
@@ -167,6 +172,7 @@ def _(original: Original, step: Step, variable: keras.Variable, value: tf.Tensor
 def _(
     original: Original,
     step: Step,
+    /,
     context: tf.distribute.ReplicaContext,
     reduce_op: tf.distribute.ReduceOp | str,
     value: tf.Tensor,
@@ -180,6 +186,7 @@ def _(
 def _(
     original: Original,
     step: Step,
+    /,
     tape: tf.GradientTape,
     target: TensorNest,
     sources: TensorNest,
@@ -207,6 +214,7 @@ def _(
 def _(
     original: Original,
     step: Step,
+    /,
     tape: tf.GradientTape,
     target: TensorNest,
     sources: TensorNest,
@@ -222,7 +230,7 @@ def _(
 
 
 @install(tf.GradientTape, "batch_jacobian")
-def _(original: Original, step: Step, tape: tf.GradientTape, *args: object, **kwargs: object) -> TensorNest:
+def _(original: Original, step: Step, /, tape: tf.GradientTape, *args: object, **kwargs: object) -> TensorNest:
     with intercept(None):
         return original(tape, *args, **kwargs)
 
@@ -236,6 +244,7 @@ _KERAS_STEP = keras.Model.train_step.__code__
 def _(
     original: Original,
     step: Step,
+    /,
     per_example_loss: tf.Tensor,
     sample_weight: TensorNest = None,
     global_batch_size: int | tf.Tensor | None = None,
@@ -245,13 +254,13 @@ def _(
 
 
 @install(tf.nn, "scale_regularization_loss")
-def _(original: Original, step: Step, regularization_loss: tf.Tensor) -> tf.Tensor:
+def _(original: Original, step: Step, /, regularization_loss: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(regularization_loss)
 
 
 # keras/src/losses/losses.py: Dice and Tversky divide sums over all rows by each other, which is no mean over rows.
 @install(losses_module.LossFunctionWrapper, "call")
-def _(original: Original, step: Step, loss: tf.Tensor, y_true: TensorNest, y_pred: TensorNest) -> tf.Tensor:
+def _(original: Original, step: Step, /, loss: tf.Tensor, y_true: TensorNest, y_pred: TensorNest) -> tf.Tensor:
     for keras_own, over_all in ((losses_module.dice, _dice), (losses_module.tversky, _tversky)):
         if loss.fn is keras_own:
             loss = losses_module.LossFunctionWrapper(functools.partial(over_all, keras_own), **loss._fn_kwargs)
@@ -296,7 +305,7 @@ def _spans_rows(y_pred: tf.Tensor, axis: Axis) -> bool:
 
 # tensorflow/python/eager/polymorphic_function/polymorphic_function.py: a trace is used again on the same device.
 @install(polymorphic_function.Function, "__call__")
-def _(original: Original, step: Step, function: TracedFunction, *args: object, **kwargs: object) -> TensorNest:
+def _(original: Original, step: Step, function: TracedFunction, /, *args: object, **kwargs: object) -> TensorNest:
     return step.call_function(original, function, args, kwargs)
 
 
@@ -305,6 +314,7 @@ def _(original: Original, step: Step, function: TracedFunction, *args: object, *
 def _(
     original: Original,
     step: Step,
+    /,
     pred: tf.Tensor,
     true_fn: UserFunction | None = None,
     false_fn: UserFunction | None = None,
@@ -325,6 +335,7 @@ def _(
 def _(
     original: Original,
     step: Step,
+    /,
     cond: UserFunction,
     body: UserFunction,
     loop_vars: TensorNest,

@@ -23,7 +23,7 @@ def has_own_moments(layer: keras.Layer) -> bool:
 for _op_name in ("conv", "conv_transpose", "depthwise_conv", "separable_conv", "max_pool"):
 
     @install(backend.nn, _op_name)
-    def _(original: Original, step: Step, inputs: TensorNest, *args: object, **kwargs: object) -> TensorNest:
+    def _(original: Original, step: Step, /, inputs: TensorNest, *args: object, **kwargs: object) -> TensorNest:
         return step.on_rows(inputs, lambda rows: original(rows, *args, **kwargs))
 
 
@@ -45,7 +45,7 @@ for _layer_class in (
 ):
 
     @install(definer(_layer_class, "call"), "call")
-    def _(original: Original, step: Step, layer: keras.Layer, inputs: TensorNest) -> TensorNest:
+    def _(original: Original, step: Step, /, layer: keras.Layer, inputs: TensorNest) -> TensorNest:
         return step.on_rows(inputs, lambda rows: original(layer, rows))
 
 
@@ -54,6 +54,7 @@ for _layer_class in (
 def _(
     original: Original,
     step: Step,
+    /,
     labels: TensorNest,
     logits: TensorNest,
     label_length: TensorNest,
@@ -82,7 +83,7 @@ def _(
 # keras/src/layers/normalization/batch_normalization.py: Keras' moments are of a replica's own rows if there is a mask,
 # or the layer is not synchronized; where it is, they lose digits of inputs far from 0.
 @install(keras.layers.BatchNormalization, "_moments")
-def _(original: Original, step: Step, layer: keras.Layer, inputs: TensorNest, mask: TensorNest) -> TensorNest:
+def _(original: Original, step: Step, /, layer: keras.Layer, inputs: TensorNest, mask: TensorNest) -> TensorNest:
     if not step.has_global_statistics and (mask is None or not layer.synchronized):
         return original(layer, inputs, mask)
     rank = len(inputs.shape)
@@ -110,6 +111,7 @@ def _(original: Original, step: Step, layer: keras.Layer, inputs: TensorNest, ma
 def _(
     original: Original,
     step: Step,
+    /,
     layer: keras.Layer,
     sequences: TensorNest,
     initial_state: TensorNest = None,
@@ -140,7 +142,7 @@ def _(
 
 # keras/src/backend/tensorflow/numpy.py: takes what has no rows for the vector of a bias, since 0 is no more than 1.
 @install(backend.numpy, "add")
-def _(original: Original, step: Step, x1: tf.Tensor, x2: tf.Tensor) -> tf.Tensor:
+def _(original: Original, step: Step, /, x1: tf.Tensor, x2: tf.Tensor) -> tf.Tensor:
     if 0 not in (getattr(x2, "shape", None) or ()):
         return original(x1, x2)
     dtype = keras.backend.result_type(*(getattr(x, "dtype", type(x)) for x in (x1, x2)))

@@ -37,6 +37,8 @@ def unrecorded_loop(
 ) -> TensorNest:
     """Make a ``tf.while_loop`` that no tape records; in its body tapes record as before.
 
+    Names in its body do not tell of the loop: summaries are called by them (ops/summary_ops_v2.py).
+
     A tape that is persistent, or in another one, has a loop differentiated while it is made
     (``run_as_function_for_tape_gradients`` in ops/control_flow_util_v2.py). One over an iterator cannot be.
 
@@ -51,7 +53,8 @@ def unrecorded_loop(
     def recorded_body(*values: TensorNest) -> TensorNest:
         stopped.close()
         try:
-            return body(*values)
+            with tf.name_scope(""):
+                return body(*values)
         finally:
             stopped.enter_context(unrecorded())
 

@@ -291,3 +291,34 @@ def test_adopt_takes_over_what_only_a_step_has_built(name, monkeypatch):
         losses = [model.fit(batches(X), verbose=0).history["error"] for model in (ours, stock)]
         np.testing.assert_allclose(*losses, rtol=1e-5)
         own_steps.compare(own_steps.outcome(stock), own_steps.outcome(ours))
+
+
+def test_a_step_writes_summaries_and_calls_functions_whose_argument_is_named_step(tmp_path):
+    written = tf.summary.create_file_writer(str(tmp_path))
+
+    @tf.function
+    def scaled(value, step, original):
+        return value * tf.cast(step, tf.float32) + original
+
+    class Net(kde.Sequential):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            with written.as_default(step=self.optimizer.iterations):
+                tf.summary.scalar("loss", logs["loss"])
+                tf.summary.image("batch", tf.reshape(data[0], [1, -1, 1, 1]))
+            return {**logs, "one": scaled(tf.zeros([]), step=tf.shape(data[0])[0], original=1.0)}
+
+    with strategies.get("mirrored2").scope():
+        net = Net([keras.layers.Dense(1)])
+        net.compile("sgd", "mse", check=False)
+    history = net.fit(X, Y, epochs=2, verbose=0).history
+    assert history["one"] == [1.0, 1.0]
+    written.close()
+    (file,) = tmp_path.iterdir()
+    steps = [
+        (event.step, value.tag)
+        for event in tf.compat.v1.train.summary_iterator(str(file))
+        for value in event.summary.value
+    ]
+    assert len(set(steps)) > 2
+    assert {tag for _, tag in steps} == {"loss", "batch"}
