@@ -25,6 +25,7 @@ In reading order:
     py_datasets   and its order, of a ``PyDataset``
     datasets      graphs, iterators and shards of tf.data
     tapes         what tapes record
+    loops         how often loops go round
     tracing       graphs, and how functions are traced and called
     profiles      what the profiler has written
     python_ops    functions of Python that graphs call

@@ -120,6 +120,11 @@ class DistributedStep:
         """Return a new step of the same kind, not traced yet."""
         return DistributedStep(self.model, self.kind)
 
+    def with_xla(self) -> None:
+        """Have XLA compile it from now on."""
+        self._user_step = compiled_step(self.model, self.kind)
+        self._is_received = True
+
     def without_xla(self) -> None:
         """Run it without XLA from now on."""
         self._user_step = getattr(self.model, f"{self.kind}_step")

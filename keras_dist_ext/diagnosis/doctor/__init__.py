@@ -17,6 +17,8 @@ In reading order:
     map_loops          loops over the examples of a batch
     shape_trials       what padding, and new shapes of batches cost
     shapes             their figures
+    part_trials        what metrics, and layers that loop, take of a step
+    parts              their figures
     trials             what they have shown
     examination        all that is known when a run is judged
     rules              judge it
@@ -29,6 +31,7 @@ In reading order:
     dtype_rules        by the dtype that is computed with
     map_loop_rules     by such loops
     shape_rules        by the shapes of batches
+    part_rules         by metrics, and layers that loop
     update_rules       by how long updates of weights take
     python_rules       by the Python that steps call
     why_not            why nothing can be done about the rest

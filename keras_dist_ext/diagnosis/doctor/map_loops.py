@@ -11,9 +11,9 @@ import tensorflow as tf
 from keras_dist_ext.diagnosis.doctor.examination import MapLoops
 from keras_dist_ext.diagnosis.doctor.setting import layer_of
 
-__all__ = ["find_map_loops"]
+__all__ = ["MAP_LOOP", "find_map_loops", "measure_turn"]
 
-_LOOP = re.compile(r"(?:^|/)map(?:_\d+)?/while(?:_\d+)?")  # python/ops/map_fn.py
+MAP_LOOP = re.compile(r"(?:^|/)map(?:_\d+)?/while(?:_\d+)?")  # python/ops/map_fn.py
 _REPLICA = re.compile(r"(?:^|/)replica_\d+/")
 _TIMED, _ROUNDS = 64, 5
 
@@ -33,7 +33,7 @@ def find_map_loops(graphs: Iterable[tf.Graph], layers: Sequence[str], device: st
         for nodes in (definition.node, *(function.node_def for function in definition.library.function)):
             by_name = {node.name: node for node in nodes}
             for node in nodes:
-                if node.op not in ("While", "StatelessWhile") or not _LOOP.search(node.name.removesuffix("_grad")):
+                if node.op not in ("While", "StatelessWhile") or not MAP_LOOP.search(node.name.removesuffix("_grad")):
                     continue
                 if node.name.startswith("gradient") or _REPLICA.search(node.name) or len(node.input) < 2:
                     continue
@@ -45,10 +45,10 @@ def find_map_loops(graphs: Iterable[tf.Graph], layers: Sequence[str], device: st
     if not found:
         return None
     names = tuple(dict.fromkeys(name.partition(": ")[0] for name in found))
-    return MapLoops(names, sum(found.values()), _turn_seconds(device))
+    return MapLoops(names, sum(found.values()), measure_turn(device))
 
 
-def _turn_seconds(device: str) -> float:
+def measure_turn(device: str) -> float:
     """Return the seconds of a turn of a loop that computes next to nothing, forward and back."""
 
     @tf.function  # type: ignore[untyped-decorator]  # TensorFlow has no types

@@ -19,6 +19,7 @@ from keras_dist_ext.diagnosis.doctor.dtype_rules import slow_dtypes
 from keras_dist_ext.diagnosis.doctor.epoch_rules import between_epochs
 from keras_dist_ext.diagnosis.doctor.examination import Estimate, Examination
 from keras_dist_ext.diagnosis.doctor.map_loop_rules import map_loops
+from keras_dist_ext.diagnosis.doctor.part_rules import PART_RULES
 from keras_dist_ext.diagnosis.doctor.python_rules import python_in_step
 from keras_dist_ext.diagnosis.doctor.replica_rules import REPLICA_RULES
 from keras_dist_ext.diagnosis.doctor.report import Report
@@ -52,6 +53,7 @@ def judge(examination: Examination) -> Report:
             slow_dtypes,
             map_loops,
             *SHAPE_RULES,
+            *PART_RULES,
         ):
             found += rule(examination)
     if examination.stock_steps is not None:
@@ -81,6 +83,7 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
     "straggler": ("sync-bound",),
     "sequential-model": ("batch-too-small",),
     "slow-start-of-epochs": ("short-epochs",),
+    "costly-metric": ("batch-too-small",),
     "loop-in-step": ("batch-too-small", "sequential-model"),
     "mostly-padding": ("sequential-model",),
     "recompiling": ("batch-too-small", "sequential-model", "straggler", "sync-bound"),

@@ -1,0 +1,102 @@
+"""Judge single parts of a step that take much of it: metrics, and layers that loop."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from keras_dist_ext.diagnosis.doctor.examination import Examination
+from keras_dist_ext.diagnosis.doctor.parts import Looped
+from keras_dist_ext.diagnosis.doctor.units import ms, us
+from keras_dist_ext.findings import Finding
+
+__all__ = ["PART_RULES"]
+
+_SHARE = 0.25  # of the time
+_SECONDS = 5e-4  # a step
+_LOOP_SHARE = 0.4  # of a step, that is the loop's
+_TURNS = 4.0  # times as long as one that computes nothing: longer ones compute
+_FASTER = 1.25  # times as fast when XLA compiles it: less proves nothing
+
+
+def _metrics(examination: Examination) -> list[Finding]:
+    """Metrics that take much of a step."""
+    times = examination.times
+    assert times is not None
+    found = []
+    for metric in examination.metrics:
+        seconds = metric.seconds * times.num_steps
+        if metric.seconds < _SECONDS or seconds < _SHARE * examination.seconds:
+            continue
+        called = f"{metric.kind}({metric.argument})" if metric.argument else f"'{metric.name}' ({metric.kind})"
+        saved = metric.trials.saved("without").show(" ms", 1e3)
+        once = (
+            "leave it out of `compile`, and compute it once an epoch, in `on_epoch_end` of a callback, of what "
+            "`model.predict` gives for the validation data"
+        )
+        fix = f"`keras.metrics.{metric.kind}({metric.better})`, the default; or {once}." if metric.better else ""
+        found.append(
+            Finding(
+                "costly-metric",
+                f"The metric {called} takes much of each step.",
+                f"without it a step took {saved} less, of {ms(times.step())}: {seconds / examination.seconds:.0%} of "
+                "the time",
+                fix or f"Make it cheaper, or {once}.",
+                seconds,
+            )
+        )
+    return found
+
+
+def _loops(examination: Examination) -> list[Finding]:
+    """Layers whose call goes round in a loop of turns that cost more than they compute."""
+    times = examination.times
+    assert times is not None
+    return [_loop(loop, examination) for loop in examination.loops if _is_costly(loop, examination)]
+
+
+def _is_costly(loop: Looped, examination: Examination) -> bool:
+    """Whether a loop takes much of the time, and either XLA or the time of a turn shows that it need not."""
+    times = examination.times
+    assert times is not None
+    if not loop.trials.has("as it was", "without") or not loop.num_turns:
+        return False
+    saved = loop.trials.saved("without")
+    if saved.low < _LOOP_SHARE * statistics.median(loop.trials.seconds["as it was"]) or saved.low < _SECONDS:
+        return False
+    if saved.value * times.num_steps < _SHARE * examination.seconds:
+        return False
+    if loop.trials.has("compiled"):
+        return loop.trials.ratio("as it was", "compiled").low >= _FASTER
+    return saved.value / loop.num_turns <= _TURNS * loop.turn_seconds
+
+
+def _loop(loop: Looped, examination: Examination) -> Finding:
+    times = examination.times
+    assert times is not None
+    saved = loop.trials.saved("without")
+    evidence = (
+        f"without {loop.layer} a step took {saved.show(' ms', 1e3)} less, of {ms(times.step())}: {loop.num_turns:.3g} "
+        f"turns of {us(saved.value / loop.num_turns)}, forward and back; one that computes nothing takes "
+        f"{us(loop.turn_seconds)} here"
+    )
+    if loop.trials.has("compiled"):
+        saved = loop.trials.saved("compiled")
+        evidence += f"; compiled by XLA, a step took {saved.show(' ms', 1e3)} less"
+        one = "`compile(jit_compile=True)`, by which XLA makes one program of the loop"
+    else:
+        one = (
+            "a Python loop, `for i in range(n)`, where n is small and known; or one that XLA can compile, "
+            "`tf.while_loop(..., maximum_iterations=n)` and `compile(jit_compile=True)`"
+        )
+    return Finding(
+        "loop-in-step",
+        f"The layer {loop.layer} goes round in a loop, and each turn costs more than it computes.",
+        evidence,
+        "Where no turn needs the one before, ops that take all of them at once: `tf.vectorized_map(f, x)`, "
+        f"`tf.cumsum(x, 1)`, `x @ w`. Where one does, {one}.",
+        min(saved.value * times.num_steps, examination.seconds),
+    )
+
+
+PART_RULES: Sequence[Callable[[Examination], list[Finding]]] = (_metrics, _loops)

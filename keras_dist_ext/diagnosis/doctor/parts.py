@@ -1,0 +1,36 @@
+"""Hold what single parts of a step take: metrics, and loops in layers, each timed by leaving it out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from keras_dist_ext.diagnosis.doctor.trials import Trials
+
+__all__ = ["Looped", "Metered"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Metered:
+    """A metric, and what a step takes with it and without."""
+
+    name: str
+    kind: str  # its class
+    trials: Trials  # "as it was" and "without"
+    argument: str = ""  # by which it costs what it does: "num_thresholds=200000"
+    better: str = ""  # what to give instead: "num_thresholds=200"
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of it in a step, as far as they are more than what steps vary; 0 where they are not."""
+        saved = self.trials.saved("without") if self.trials.has("as it was", "without") else None
+        return 0.0 if saved is None or saved.low <= 0 else saved.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Looped:
+    """A layer whose call goes round in a loop, and what a step takes with it, without it, and compiled by XLA."""
+
+    layer: str
+    trials: Trials  # "as it was", "without", and "compiled" where XLA can
+    num_turns: float = 0.0  # of a replica's step; 0: unknown
+    turn_seconds: float = 0.0  # that a turn takes which computes next to nothing, forward and back

@@ -1,0 +1,96 @@
+"""Single parts of a step, metrics and layers that loop, are told where they cost much."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from test_diagnose import HEALTHY, times
+
+from keras_dist_ext.diagnosis.doctor.examination import Examination, Largest
+from keras_dist_ext.diagnosis.doctor.parts import Looped, Metered
+from keras_dist_ext.diagnosis.doctor.rules import judge
+from keras_dist_ext.diagnosis.doctor.trials import Trials
+
+
+def taking(**milliseconds: float) -> Trials:
+    return Trials({name.replace("_", " "): (1e-3 * each,) * 5 for name, each in milliseconds.items()})
+
+
+METRIC = Metered(
+    "auc", "AUC", taking(as_it_was=20, without=12), "num_thresholds=200000", "num_thresholds=200"
+)  # 8 of 20 ms
+LOOP = Looped("scan", taking(as_it_was=20, without=5, compiled=10), 600, 2e-5)
+
+
+def test_a_costly_metric_names_itself_and_the_argument_that_makes_it_so() -> None:
+    (finding,) = judge(Examination(HEALTHY, times(), metrics=(METRIC,))).findings
+    assert (finding.code, finding.seconds) == ("costly-metric", pytest.approx(80 * 0.008))
+    assert finding.what == "The metric AUC(num_thresholds=200000) takes much of each step."
+    assert finding.evidence == "without it a step took 8 ms (8 to 8) less, of 20 ms: 40% of the time"
+    assert finding.fix.startswith("`keras.metrics.AUC(num_thresholds=200)`, the default; or leave it out of `compile`")
+
+
+def test_a_costly_metric_of_ones_own_is_told_by_its_name() -> None:
+    own = dataclasses.replace(METRIC, name="pairs", kind="Pairs", argument="", better="")
+    (finding,) = judge(Examination(HEALTHY, times(), metrics=(own,))).findings
+    assert finding.what == "The metric 'pairs' (Pairs) takes much of each step."
+    assert finding.fix.startswith("Make it cheaper, or leave it out of `compile`")
+
+
+@pytest.mark.parametrize(
+    ("trials", "given", "is_found"),
+    [
+        (taking(as_it_was=20, without=14.9), {}, True),
+        (taking(as_it_was=20, without=15.1), {}, False),  # less than a quarter of the time
+        (taking(as_it_was=1, without=0.55), {"step": 0.001, "compute": 0.0009, "input_": 0, "sync": 0}, False),
+        (Trials(skipped={"without": "it fails"}), {}, False),
+        (Trials({"as it was": (0.02, 0.01, 0.02), "without": (0.01, 0.02, 0.01)}), {}, False),  # it varies
+    ],
+)
+def test_a_metric_that_costs_little_is_no_finding(trials: Trials, given: Any, is_found: bool) -> None:
+    examination = Examination(HEALTHY, times(**given), metrics=(dataclasses.replace(METRIC, trials=trials),))
+    assert ("costly-metric" in judge(examination).codes) == is_found
+
+
+@pytest.mark.parametrize(("milliseconds", "is_found"), [(0, True), (14, False)])
+def test_what_metrics_take_is_not_taken_for_the_update(milliseconds: float, is_found: bool) -> None:
+    largest = Largest("table", 48_000_000, "Adam")
+    setting = dataclasses.replace(HEALTHY, num_replicas=1, gradient_bytes=50_000_000, largest=largest)
+    metric = dataclasses.replace(METRIC, trials=taking(as_it_was=20, without=20 - milliseconds))
+    examined = Examination(setting, times(compute=0.002, sync=0.016), metrics=(metric,))
+    assert ("update-bound" in judge(examined).codes) == is_found
+
+
+def test_a_loop_says_what_its_turns_take_and_what_xla_makes_of_it() -> None:
+    (finding,) = judge(Examination(HEALTHY, times(), loops=(LOOP,))).findings
+    assert (finding.code, finding.seconds) == ("loop-in-step", pytest.approx(80 * 0.010))
+    assert finding.evidence == (
+        "without scan a step took 15 ms (15 to 15) less, of 20 ms: 600 turns of 25 µs, forward and back; one that "
+        "computes nothing takes 20 µs here; compiled by XLA, a step took 10 ms (10 to 10) less"
+    )
+    assert "`compile(jit_compile=True)`, by which XLA makes one program of the loop" in finding.fix
+
+
+def test_a_loop_that_xla_cannot_compile_says_how_it_can() -> None:
+    loop = dataclasses.replace(LOOP, trials=taking(as_it_was=20, without=5))
+    (finding,) = judge(Examination(HEALTHY, times(), loops=(loop,))).findings
+    assert "`tf.while_loop(..., maximum_iterations=n)` and `compile(jit_compile=True)`" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("facts", "is_found"),
+    [
+        ({}, True),
+        ({"trials": taking(as_it_was=20, without=5, compiled=17)}, False),  # XLA brings little
+        ({"trials": taking(as_it_was=20, without=13, compiled=10)}, False),  # something else takes long
+        ({"trials": taking(as_it_was=20, without=5), "num_turns": 180}, False),  # turns that compute
+        ({"trials": taking(as_it_was=20, without=5), "num_turns": 200}, True),
+        ({"num_turns": 0}, False),
+        ({"trials": Trials(skipped={"without": "it fails"})}, False),
+    ],
+)
+def test_a_loop_that_computes_is_no_finding(facts: Any, is_found: bool) -> None:
+    examination = Examination(HEALTHY, times(), loops=(dataclasses.replace(LOOP, **facts),))
+    assert ("loop-in-step" in judge(examination).codes) == is_found
