@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import keras_dist_ext as kde
-from keras_dist_ext.diagnosis.doctor.part_trials import measure_loops, measure_metrics
+from keras_dist_ext.diagnosis.doctor.part_trials import measure_parts
 
 L = keras.layers
 
@@ -29,27 +29,30 @@ class Own(keras.metrics.Mean):  # type: ignore[misc]
 
 
 @pytest.mark.slow
-def test_metrics_with_much_state_and_loops_of_layers_are_timed_and_the_model_stays_as_it_was(mirrored: Any) -> None:
-    x = np.random.default_rng(0).random((32, 7, 3), dtype="float32")
+def test_parts_that_may_cost_much_are_timed_and_the_model_stays_as_it_was(mirrored: Any) -> None:
+    x = np.random.default_rng(0).integers(1000, size=(32, 7))
     with mirrored.scope():
-        model = kde.Sequential(
-            [keras.Input((7, 3)), Scan(name="scan"), L.Reshape((3, 1)), L.LSTM(2), L.Dense(1, "sigmoid")]
-        )
+        layers = [L.CategoryEncoding(1000, "one_hot"), L.Dense(3, name="first"), Scan(name="scan"), L.Reshape((3, 1))]
+        layers += [L.LSTM(2, recurrent_dropout=0.5, name="rnn"), L.Dense(1, "sigmoid")]
+        model = kde.Sequential([keras.Input((7,), dtype="int64"), *layers])
         metrics = ["mae", Own("own"), keras.metrics.AUC(num_thresholds=3000, name="area")]
         model.compile("adam", "mse", metrics=metrics, check=False)
-    data = tf.data.Dataset.from_tensor_slices((x, x[:, 0, :1])).batch(8)
+    data = tf.data.Dataset.from_tensor_slices((x, (x[:, :1] > 500).astype("float32"))).batch(8)
     model.fit(data, verbose=0)
     before, iterations = model.get_weights(), int(model.optimizer.iterations)
-    found = measure_metrics(model, data, 2)
-    assert [(each.name, each.argument, each.better) for each in found] == [
+    found = measure_parts(model, data, model.train_function.program.graphs(), 2, "CPU:0")
+    assert [(each.name, each.argument, each.better) for each in found.metrics] == [
         ("area", "num_thresholds=3000", "num_thresholds=200"),
         ("own", "", ""),
     ]
-    assert all(each.trials.has("as it was", "without") for each in found), found
-    (loop,) = measure_loops(model, data, model.train_function.program.graphs(), 2, "CPU:0")
+    (loop,), (one_hot,), (dropout,) = found.loops, found.one_hots, found.recurrent_dropouts
     assert (loop.layer, loop.num_turns) == ("scan", 7)
-    assert loop.trials.has("as it was", "without"), loop
     assert not loop.trials.has("compiled")  # XLA cannot for several CPUs of one process
+    assert (one_hot.layer, one_hot.num_rows, one_hot.num_columns) == ("first", 1000, 3)
+    assert (dropout.layer, dropout.kind, dropout.rate) == ("rnn", "LSTM", 0.5)
+    for part in (*found.metrics, loop, one_hot, dropout):
+        assert part.trials.has("as it was", "without"), part
     for one, other in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
     assert int(model.optimizer.iterations) == iterations
+    assert model.get_layer("rnn").recurrent_dropout == 0.5

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from keras_dist_ext.diagnosis.doctor.parts import Looped, Metered
+from keras_dist_ext.diagnosis.doctor.parts import Parts
 from keras_dist_ext.diagnosis.doctor.shapes import Padding, Recompilation
 from keras_dist_ext.diagnosis.doctor.trials import Estimate, Trials
 from keras_dist_ext.findings import Finding
@@ -357,8 +357,7 @@ class Examination:
     map_loops: MapLoops | None = None  # None: there are none
     padding: Padding | None = None  # None: little of the batches is padding, or nothing could be timed
     recompilation: Recompilation | None = None  # None: XLA compiles nothing, or for few shapes
-    metrics: tuple[Metered, ...] = ()  # that were timed
-    loops: tuple[Looped, ...] = ()  # in layers, that were timed
+    parts: Parts = dataclasses.field(default_factory=Parts)  # of a step, that were timed
 
     @property
     def seconds(self) -> float:

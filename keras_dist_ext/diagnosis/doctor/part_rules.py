@@ -1,4 +1,4 @@
-"""Judge single parts of a step that take much of it: metrics, and layers that loop."""
+"""Judge single parts of a step that take much of it: metrics, and what single layers do."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from keras_dist_ext.diagnosis.doctor.examination import Examination
 from keras_dist_ext.diagnosis.doctor.parts import Looped
+from keras_dist_ext.diagnosis.doctor.trials import Trials
 from keras_dist_ext.diagnosis.doctor.units import ms, us
 from keras_dist_ext.findings import Finding
 
@@ -21,15 +22,12 @@ _FASTER = 1.25  # times as fast when XLA compiles it: less proves nothing
 
 def _metrics(examination: Examination) -> list[Finding]:
     """Metrics that take much of a step."""
-    times = examination.times
-    assert times is not None
     found = []
-    for metric in examination.metrics:
-        seconds = metric.seconds * times.num_steps
-        if metric.seconds < _SECONDS or seconds < _SHARE * examination.seconds:
+    for metric in examination.parts.metrics:
+        seconds = _saved(metric.trials, examination)
+        if not seconds:
             continue
         called = f"{metric.kind}({metric.argument})" if metric.argument else f"'{metric.name}' ({metric.kind})"
-        saved = metric.trials.saved("without").show(" ms", 1e3)
         once = (
             "leave it out of `compile`, and compute it once an epoch, in `on_epoch_end` of a callback, of what "
             "`model.predict` gives for the validation data"
@@ -39,8 +37,7 @@ def _metrics(examination: Examination) -> list[Finding]:
             Finding(
                 "costly-metric",
                 f"The metric {called} takes much of each step.",
-                f"without it a step took {saved} less, of {ms(times.step())}: {seconds / examination.seconds:.0%} of "
-                "the time",
+                _evidence(metric.trials),
                 fix or f"Make it cheaper, or {once}.",
                 seconds,
             )
@@ -52,7 +49,7 @@ def _loops(examination: Examination) -> list[Finding]:
     """Layers whose call goes round in a loop of turns that cost more than they compute."""
     times = examination.times
     assert times is not None
-    return [_loop(loop, examination) for loop in examination.loops if _is_costly(loop, examination)]
+    return [_loop(loop, examination) for loop in examination.parts.loops if _is_costly(loop, examination)]
 
 
 def _is_costly(loop: Looped, examination: Examination) -> bool:
@@ -74,9 +71,9 @@ def _is_costly(loop: Looped, examination: Examination) -> bool:
 def _loop(loop: Looped, examination: Examination) -> Finding:
     times = examination.times
     assert times is not None
-    saved = loop.trials.saved("without")
+    saved, whole = loop.trials.saved("without"), statistics.median(loop.trials.seconds["as it was"])
     evidence = (
-        f"without {loop.layer} a step took {saved.show(' ms', 1e3)} less, of {ms(times.step())}: {loop.num_turns:.3g} "
+        f"without {loop.layer} a step took {saved.show(' ms', 1e3)} less, of {ms(whole)}: {loop.num_turns:.3g} "
         f"turns of {us(saved.value / loop.num_turns)}, forward and back; one that computes nothing takes "
         f"{us(loop.turn_seconds)} here"
     )
@@ -99,4 +96,62 @@ def _loop(loop: Looped, examination: Examination) -> Finding:
     )
 
 
-PART_RULES: Sequence[Callable[[Examination], list[Finding]]] = (_metrics, _loops)
+def _one_hots(examination: Examination) -> list[Finding]:
+    """Dense layers that multiply one-hot vectors."""
+    found = []
+    for each in examination.parts.one_hots:
+        seconds = _saved(each.trials, examination)
+        if not seconds:
+            continue
+        rows, columns = each.num_rows, each.num_columns
+        found.append(
+            Finding(
+                "one-hot-product",
+                f"The layer {each.layer} multiplies one-hot vectors of {rows:,} numbers by its kernel, which is to "
+                "take one of its rows.",
+                _evidence(each.trials),
+                f"`keras.layers.Embedding({rows}, {columns})` of the numbers, instead of `one_hot` and "
+                f"{each.layer}: it takes the rows.",
+                seconds,
+            )
+        )
+    return found
+
+
+def _recurrent_dropouts(examination: Examination) -> list[Finding]:
+    """Recurrent layers whose dropout within the recurrence takes much of a step."""
+    found = []
+    for each in examination.parts.recurrent_dropouts:
+        seconds = _saved(each.trials, examination)
+        if not seconds:
+            continue
+        found.append(
+            Finding(
+                "recurrent-dropout",
+                f"{each.kind}(recurrent_dropout={each.rate:g}) computes each time step of {each.layer} gate by gate, "
+                "in small products.",
+                _evidence(each.trials),
+                f"`keras.layers.{each.kind}(..., dropout={each.rate:g})`, which drops inputs, or a `Dropout` after the "
+                "layer; on GPUs cuDNN runs the loop of a layer without recurrent dropout alone.",
+                seconds,
+            )
+        )
+    return found
+
+
+def _evidence(trials: Trials) -> str:
+    saved, whole = trials.saved("without"), statistics.median(trials.seconds["as it was"])
+    return f"without it a step took {saved.show(' ms', 1e3)} less, of {ms(whole)}, on the same batch"
+
+
+def _saved(trials: Trials, examination: Examination) -> float:
+    """Return the seconds of the run that leaving a part out saves; 0 where that is little."""
+    times = examination.times
+    assert times is not None
+    saved = trials.saved("without") if trials.has("as it was", "without") else None
+    if saved is None or saved.low < _SECONDS or saved.value * times.num_steps < _SHARE * examination.seconds:
+        return 0.0
+    return min(saved.value * times.num_steps, examination.seconds)
+
+
+PART_RULES: Sequence[Callable[[Examination], list[Finding]]] = (_metrics, _loops, _one_hots, _recurrent_dropouts)

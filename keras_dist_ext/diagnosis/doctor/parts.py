@@ -1,4 +1,4 @@
-"""Hold what single parts of a step take: metrics, and loops in layers, each timed by leaving it out."""
+"""Hold what single parts of a step take: metrics, and what single layers do, each timed by leaving it out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 from keras_dist_ext.diagnosis.doctor.trials import Trials
 
-__all__ = ["Looped", "Metered"]
+__all__ = ["Looped", "Metered", "OneHot", "Parts", "RecurrentDropout"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,3 +34,33 @@ class Looped:
     trials: Trials  # "as it was", "without", and "compiled" where XLA can
     num_turns: float = 0.0  # of a replica's step; 0: unknown
     turn_seconds: float = 0.0  # that a turn takes which computes next to nothing, forward and back
+
+
+@dataclasses.dataclass(frozen=True)
+class OneHot:
+    """A Dense layer that is given one-hot vectors, and what a step takes with it and without."""
+
+    layer: str
+    num_rows: int  # of its kernel
+    num_columns: int
+    trials: Trials  # "as it was" and "without"
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentDropout:
+    """A recurrent layer with recurrent dropout, and what a step takes with it and without."""
+
+    layer: str
+    kind: str  # its class
+    rate: float
+    trials: Trials  # "as it was" and "without"
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """All that were timed."""
+
+    metrics: tuple[Metered, ...] = ()
+    loops: tuple[Looped, ...] = ()
+    one_hots: tuple[OneHot, ...] = ()
+    recurrent_dropouts: tuple[RecurrentDropout, ...] = ()

@@ -19,8 +19,8 @@ from keras_dist_ext.diagnosis.doctor.examination import BetweenEpochs, Examinati
 from keras_dist_ext.diagnosis.doctor.host_clock import CallbackClock, TraceWatch
 from keras_dist_ext.diagnosis.doctor.interventions import experiment
 from keras_dist_ext.diagnosis.doctor.map_loops import find_map_loops
-from keras_dist_ext.diagnosis.doctor.part_trials import measure_loops, measure_metrics
-from keras_dist_ext.diagnosis.doctor.parts import Looped, Metered
+from keras_dist_ext.diagnosis.doctor.part_trials import measure_parts
+from keras_dist_ext.diagnosis.doctor.parts import Parts
 from keras_dist_ext.diagnosis.doctor.python_clock import PythonClock
 from keras_dist_ext.diagnosis.doctor.python_data import look_into
 from keras_dist_ext.diagnosis.doctor.python_data_rules import explains_wait, judge_python_data
@@ -175,7 +175,7 @@ class RunTrace:
             trials = self._trials(times) if interventions else None
             pipeline, batch_seconds = self._data_findings(times)
             padding, recompilation = self._shapes(times)
-            metrics, loops = self._parts(times, setting.devices[0])
+            parts = self._parts(times, setting.devices[0])
             return Examination(
                 setting,
                 times,
@@ -192,8 +192,7 @@ class RunTrace:
                 ),
                 padding=padding,
                 recompilation=recompilation,
-                metrics=metrics,
-                loops=loops,
+                parts=parts,
             )
 
     def _shapes(self, times: Times) -> tuple[Padding | None, Recompilation | None]:
@@ -209,19 +208,16 @@ class RunTrace:
             measure_recompilation(self.model, data.given, self._blocks.compute_seconds),
         )
 
-    def _parts(self, times: Times, device: str) -> tuple[tuple[Metered, ...], tuple[Looped, ...]]:
-        """Say what metrics and loops in layers cost, where steps compute or update for long, and call no Python."""
+    def _parts(self, times: Times, device: str) -> Parts:
+        """Say what metrics and single layers cost, where steps compute or update for long, and call no Python."""
         data, shares = self._run_data, times.shares()
         is_one_process = workers_of(self.model.distribute_strategy) is None
         if data is None or not data.can_be_read_again or not is_one_process or times.python:
-            return (), ()
+            return Parts()
         if self.model.run_eagerly or shares["computing"] + shares["synchronising"] < _LEAST_COMPUTING:
-            return (), ()
+            return Parts()
         num_steps = max(1, round(times.num_steps / max(1, times.num_executions)))
-        return (
-            measure_metrics(self.model, data.given, num_steps),
-            measure_loops(self.model, data.given, self._graphs, num_steps, device),
-        )
+        return measure_parts(self.model, data.given, self._graphs, num_steps, device)
 
     def _stock_steps(self) -> tuple[int, float] | None:
         """How many steps stock Keras has made after the first two, which trace, and their seconds."""

@@ -25,7 +25,7 @@ from keras_dist_ext.strategy.scope import ScopeReport, check_scope, optimizers
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.runtime import runtime_of
 
-__all__ = ["read_setting", "placed_elsewhere_in", "layer_of", "layers_of"]
+__all__ = ["read_setting", "placed_elsewhere_in", "layer_of"]
 
 
 def read_setting(
@@ -239,15 +239,9 @@ def layer_of(name: str, layers: Sequence[str]) -> str:
 
     TensorFlow puts a number behind a name that was there before.
     """
-    around = layers_of(name, layers)
-    return around[-1] if around else (name.split("/")[:-1] or [name])[-1]
-
-
-def layers_of(name: str, layers: Sequence[str]) -> list[str]:
-    """Return the layers that an op's name tells of, the innermost last."""
-    around = []
-    for part in name.split("/")[:-1] or [name]:
+    parts = name.split("/")[:-1] or [name]
+    for part in reversed(parts):
         named = [layer for layer in layers if part == layer or re.fullmatch(re.escape(layer) + r"_\d+", part)]
         if named:
-            around.append(max(named, key=len))
-    return around
+            return max(named, key=len)
+    return parts[-1]

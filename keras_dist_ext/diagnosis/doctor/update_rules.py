@@ -22,7 +22,7 @@ def long_updates(examination: Examination) -> list[Finding]:
     largest = setting.largest
     if largest is None or setting.runs_eagerly or setting.gradient_bytes < _LEAST_BYTES:
         return []
-    updating = times.sync() - sum(metric.seconds for metric in examination.metrics)
+    updating = times.sync() - sum(metric.seconds for metric in examination.parts.metrics)
     computing = times.compute()
     if trials is not None and trials.has("as it was", "no sum"):
         updating -= max(0.0, trials.saved("no sum").value)
