@@ -56,3 +56,25 @@ def test_parts_that_may_cost_much_are_timed_and_the_model_stays_as_it_was(mirror
         np.testing.assert_array_equal(one, other)
     assert int(model.optimizer.iterations) == iterations
     assert model.get_layer("rnn").recurrent_dropout == 0.5
+
+
+@pytest.mark.slow
+def test_summaries_of_a_step_are_timed_where_it_asks_for_them_itself(tmp_path: Any) -> None:
+    written = tf.summary.create_file_writer(str(tmp_path))
+
+    class Net(kde.Sequential):  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            with written.as_default(step=self.optimizer.iterations), tf.summary.record_if(True):
+                tf.summary.histogram("batch", data[0])
+            tf.summary.scalar("nowhere", 1.0, step=0)
+            return super().train_step(data)
+
+    model = Net([L.Dense(1)])
+    model.compile("adam", "mse")
+    x = np.random.default_rng(0).random((32, 7), dtype="float32")
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8)
+    model.fit(data, verbose=0)
+    summaries = measure_parts(model, data, model.train_function.program.graphs(), 2, "CPU:0").summaries
+    assert summaries is not None
+    assert (summaries.tags, summaries.num_written) == (("batch",), 1)
+    assert summaries.trials.has("as it was", "without")

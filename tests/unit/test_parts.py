@@ -9,7 +9,7 @@ import pytest
 from test_diagnose import HEALTHY, times
 
 from keras_dist_ext.diagnosis.doctor.examination import Examination, Largest
-from keras_dist_ext.diagnosis.doctor.parts import Looped, Metered, OneHot, Parts, RecurrentDropout
+from keras_dist_ext.diagnosis.doctor.parts import Looped, Metered, OneHot, Parts, RecurrentDropout, Summaries
 from keras_dist_ext.diagnosis.doctor.rules import judge
 from keras_dist_ext.diagnosis.doctor.trials import Trials
 
@@ -132,3 +132,23 @@ def test_what_a_layer_does_that_costs_little_is_no_finding(trials: Trials) -> No
         recurrent_dropouts=(RecurrentDropout("rnn", "LSTM", 0.2, trials),),
     )
     assert judge(Examination(HEALTHY, times(), parts=parts)).findings == ()
+
+
+SUMMARIES = Parts(summaries=Summaries(("kernel", "bias"), 6, taking(as_it_was=20, without=12)))
+
+
+def test_summaries_that_each_step_writes_say_which_and_how_to_write_fewer() -> None:
+    (finding,) = judge(Examination(HEALTHY, times(), parts=SUMMARIES)).findings
+    assert (finding.code, finding.seconds) == ("summaries-in-step", pytest.approx(80 * 0.008))
+    assert finding.what == "Each step writes 6 summaries (tf.summary), and waits for it."
+    assert (
+        finding.evidence == "kernel, bias, ...: without it a step took 8 ms (8 to 8) less, of 20 ms, on the same batch"
+    )
+    assert finding.fix.startswith("Write at some steps alone: `with tf.summary.record_if(self.optimizer.iterations")
+
+
+@pytest.mark.parametrize(("input_", "codes"), [(0.006, ["summaries-in-step"]), (0.012, ["input-bound"])])
+def test_writing_summaries_is_not_taken_for_waiting_for_input(input_: float, codes: list[str]) -> None:
+    """A step's last clock does not wait for what nothing is computed from."""
+    examination = Examination(HEALTHY, times(input_=input_, compute=0.018 - input_), parts=SUMMARIES)
+    assert judge(examination).codes[:1] == codes

@@ -139,6 +139,26 @@ def _recurrent_dropouts(examination: Examination) -> list[Finding]:
     return found
 
 
+def _summaries(examination: Examination) -> list[Finding]:
+    """Summaries that each step writes."""
+    summaries = examination.parts.summaries
+    seconds = 0.0 if summaries is None else _saved(summaries.trials, examination)
+    if summaries is None or not seconds:
+        return []
+    listed = ", ".join(summaries.tags) + (", ..." if summaries.num_written > len(summaries.tags) else "")
+    number = "a summary" if summaries.num_written == 1 else f"{summaries.num_written} summaries"
+    return [
+        Finding(
+            "summaries-in-step",
+            f"Each step writes {number} (tf.summary), and waits for it.",
+            f"{listed}: {_evidence(summaries.trials)}",
+            "Write at some steps alone: `with tf.summary.record_if(self.optimizer.iterations % 100 == 0):` around the "
+            "calls; or once an epoch, in a callback, such as `keras.callbacks.TensorBoard(..., histogram_freq=1)`.",
+            seconds,
+        )
+    ]
+
+
 def _evidence(trials: Trials) -> str:
     saved, whole = trials.saved("without"), statistics.median(trials.seconds["as it was"])
     return f"without it a step took {saved.show(' ms', 1e3)} less, of {ms(whole)}, on the same batch"
@@ -154,4 +174,10 @@ def _saved(trials: Trials, examination: Examination) -> float:
     return min(saved.value * times.num_steps, examination.seconds)
 
 
-PART_RULES: Sequence[Callable[[Examination], list[Finding]]] = (_metrics, _loops, _one_hots, _recurrent_dropouts)
+PART_RULES: Sequence[Callable[[Examination], list[Finding]]] = (
+    _metrics,
+    _loops,
+    _one_hots,
+    _recurrent_dropouts,
+    _summaries,
+)

@@ -20,7 +20,7 @@ from keras_dist_ext._keras.user_code import is_users
 from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.diagnosis.doctor.interventions import Conditions
 from keras_dist_ext.diagnosis.doctor.map_loops import MAP_LOOP, measure_turn
-from keras_dist_ext.diagnosis.doctor.parts import Looped, Metered, OneHot, Parts, RecurrentDropout
+from keras_dist_ext.diagnosis.doctor.parts import Looped, Metered, OneHot, Parts, RecurrentDropout, Summaries
 from keras_dist_ext.diagnosis.doctor.trials import Trials
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.training.distributed_step import DistributedStep
@@ -34,6 +34,7 @@ _SECONDS = 1.0
 _ROUNDS = (5, 11)
 _THRESHOLDS = 200  # of Keras' metrics, if nothing else is asked for
 _LONG_ONE_HOT = 1000
+_WRITES = re.compile(r"Write(Raw\w+|Scalar|Image|Histogram|Audio)?Summary")  # ops/gen_summary_ops.py
 _SHAPES = ("Reshape", "Transpose", "Identity", "Cast", "Squeeze", "ExpandDims")  # ops that leave one-hot vectors such
 
 Condition: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
@@ -64,6 +65,7 @@ def measure_parts(
         tuple(_looped(layer, steps, device) for layer in _looping(nodes, layers)),
         tuple(_one_hot(layer, steps) for layer in _given_one_hots(nodes, layers)),
         tuple(_dropped(layer, steps) for layer in _with_recurrent_dropout(layers)),
+        _written(nodes, steps),
     )
 
 
@@ -234,6 +236,35 @@ def _dropped(layer: keras.layers.RNN, steps: _Steps) -> RecurrentDropout:
 
     trials = steps.timed(without)
     return RecurrentDropout(layer.name, type(layer).__name__, layer.recurrent_dropout, trials)
+
+
+# Summaries
+
+
+def _written(functions: Sequence[Nodes], steps: _Steps) -> Summaries | None:
+    """Time steps that write no summaries; None where they write none."""
+    ops: dict[str, str] = {}  # by name, which comes once in each graph of the same step
+    for nodes in functions:
+        by_name = {node.name: node for node in nodes}
+        for node in nodes:
+            if _WRITES.fullmatch(node.op):
+                given = [by_name.get(name.partition(":")[0]) for name in node.input]
+                constants = [
+                    tf.make_ndarray(each.attr["value"].tensor) for each in given if each and each.op == "Const"
+                ]
+                tags = [value.item().decode() for value in constants if value.dtype == object and value.ndim == 0]
+                ops[node.name] = tags[0] if tags else node.name
+    if not ops:
+        return None
+    tags = list(dict.fromkeys(ops.values()))
+    return Summaries(tuple(tags[:3]), len(ops), steps.timed(_silent))
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Have no summaries recorded, whatever the step says of it."""
+    with tf.summary.record_if(False), _replaced(tf.summary, "record_if", lambda _: contextlib.nullcontext())():
+        yield
 
 
 # What is left out

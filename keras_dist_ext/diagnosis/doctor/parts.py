@@ -6,7 +6,7 @@ import dataclasses
 
 from keras_dist_ext.diagnosis.doctor.trials import Trials
 
-__all__ = ["Looped", "Metered", "OneHot", "Parts", "RecurrentDropout"]
+__all__ = ["Looped", "Metered", "OneHot", "Parts", "RecurrentDropout", "Summaries"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,15 @@ class RecurrentDropout:
 
 
 @dataclasses.dataclass(frozen=True)
+class Summaries:
+    """Summaries that a step writes, and what it takes with them and without."""
+
+    tags: tuple[str, ...]  # of some of them
+    num_written: int
+    trials: Trials  # "as it was" and "without"
+
+
+@dataclasses.dataclass(frozen=True)
 class Parts:
     """All that were timed."""
 
@@ -64,3 +73,4 @@ class Parts:
     loops: tuple[Looped, ...] = ()
     one_hots: tuple[OneHot, ...] = ()
     recurrent_dropouts: tuple[RecurrentDropout, ...] = ()
+    summaries: Summaries | None = None  # None: it writes none

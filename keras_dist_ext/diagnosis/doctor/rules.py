@@ -75,6 +75,7 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
     "eager": ("host-bound", "batch-too-small", "sync-bound", "sequential-model", "straggler", "retracing"),
     "pinned-device": ("sync-bound", "straggler", "batch-too-small", "sequential-model"),
     "python-in-step": ("input-bound", "host-bound", "batch-too-small", "sync-bound", "sequential-model"),
+    "summaries-in-step": ("input-bound", "host-bound", "batch-too-small", "sync-bound", "update-bound"),
     "retracing": ("host-bound", "slow-callback", "fetching-callback"),
     "slow-callback": ("host-bound",),
     "fetching-callback": ("host-bound",),
@@ -100,6 +101,7 @@ def _explains(cause: Finding, effect: Finding) -> bool:
         "slow-callback",
         "fetching-callback",
         "python-in-step",
+        "summaries-in-step",
     ):
         # seconds of callbacks are not among those of the host
         return (effect.seconds or 0.0) <= (cause.seconds or 0.0)

@@ -214,7 +214,7 @@ class RunTrace:
         is_one_process = workers_of(self.model.distribute_strategy) is None
         if data is None or not data.can_be_read_again or not is_one_process or times.python:
             return Parts()
-        if self.model.run_eagerly or shares["computing"] + shares["synchronising"] < _LEAST_COMPUTING:
+        if self.model.run_eagerly or shares["host"] + shares["callbacks"] + shares["tracing"] > 1 - _LEAST_COMPUTING:
             return Parts()
         num_steps = max(1, round(times.num_steps / max(1, times.num_executions)))
         return measure_parts(self.model, data.given, self._graphs, num_steps, device)
