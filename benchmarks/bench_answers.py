@@ -4,11 +4,11 @@
     python benchmarks/bench_answers.py --only hdf5_rows,large_table
     python benchmarks/bench_answers.py --healthy                            # 35 programs that need no change
 
-Each situation (`situations.py`, `further_situations.py`) trains a program that is slower than it need be, has the
-doctor judge it, and then times that program, the same with the fix as the finding words it, and the same with the best
-change known, in turn. Figures are examples a second against those of the sick program: the median of the rounds. Where
-the data is passed over several times in an epoch, the faster programs make three times as many passes, so that there is
-enough to time: what is done once an epoch weighs a third there.
+Each situation (`situations.py`, `further_situations.py`, `step_situations.py`) trains a program that is slower than it
+need be, has the doctor judge it, and then times that program, the same with the fix as the finding words it, and the
+same with the best change known, in turn. Figures are examples a second against those of the sick program: the median
+of the rounds. Where the data is passed over several times in an epoch, the faster programs make three times as many
+passes, so that there is enough to time: what is done once an epoch weighs a third there.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.healthy:
         return _healthy(strategy)
     import further_situations  # noqa: F401  # adds its own to them
+    import step_situations  # noqa: F401  # likewise
     from situations import SITUATIONS, names
 
     results = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}

@@ -78,3 +78,23 @@ def test_summaries_of_a_step_are_timed_where_it_asks_for_them_itself(tmp_path: A
     assert summaries is not None
     assert (summaries.tags, summaries.num_written) == (("batch",), 1)
     assert summaries.trials.has("as it was", "without")
+
+
+@pytest.mark.slow
+def test_a_loop_of_the_loss_is_timed_and_counted() -> None:
+    def pairs(y: Any, predicted: Any) -> Any:
+        rows = tf.shape(y)[0]
+
+        def turn(i: Any, total: Any) -> Any:
+            return i + 1, total + tf.reduce_mean(tf.abs(predicted[i] - predicted - y[i] + y))
+
+        return tf.while_loop(lambda i, _: i < rows, turn, (0, 0.0))[1] / tf.cast(rows, tf.float32)
+
+    model = kde.Sequential([L.Dense(1)])
+    model.compile("adam", pairs)
+    x = np.random.default_rng(0).random((32, 7), dtype="float32")
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8)
+    model.fit(data, verbose=0)
+    (loop,) = measure_parts(model, data, model.train_function.program.graphs(), 2, "CPU:0").loops
+    assert (loop.layer, loop.num_turns) == ("", 8)
+    assert loop.trials.has("as it was", "without")

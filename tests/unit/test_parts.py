@@ -79,6 +79,11 @@ def test_a_loop_that_xla_cannot_compile_says_how_it_can() -> None:
     loop = dataclasses.replace(LOOP, trials=taking(as_it_was=20, without=5))
     (finding,) = judge(Examination(HEALTHY, times(), parts=Parts(loops=(loop,)))).findings
     assert "`tf.while_loop(..., maximum_iterations=n)` and `compile(jit_compile=True)`" in finding.fix
+    (finding,) = judge(
+        Examination(HEALTHY, times(), parts=Parts(loops=(dataclasses.replace(loop, layer=""),)))
+    ).findings
+    assert finding.what == "The loss goes round in a loop, and each turn costs more than it computes."
+    assert finding.evidence.startswith("without the loss a step took")
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,12 @@ def _is_costly(loop: Looped, examination: Examination) -> bool:
 def _loop(loop: Looped, examination: Examination) -> Finding:
     times = examination.times
     assert times is not None
+    what = f"layer {loop.layer}" if loop.layer else "loss"
     saved, whole = loop.trials.saved("without"), statistics.median(loop.trials.seconds["as it was"])
     evidence = (
-        f"without {loop.layer} a step took {saved.show(' ms', 1e3)} less, of {ms(whole)}: {loop.num_turns:.3g} "
-        f"turns of {us(saved.value / loop.num_turns)}, forward and back; one that computes nothing takes "
-        f"{us(loop.turn_seconds)} here"
+        f"without {loop.layer or 'the loss'} a step took {saved.show(' ms', 1e3)} less, of {ms(whole)}: "
+        f"{loop.num_turns:.3g} turns of {us(saved.value / loop.num_turns)}, forward and back; one that computes "
+        f"nothing takes {us(loop.turn_seconds)} here"
     )
     if loop.trials.has("compiled"):
         saved = loop.trials.saved("compiled")
@@ -88,7 +89,7 @@ def _loop(loop: Looped, examination: Examination) -> Finding:
         )
     return Finding(
         "loop-in-step",
-        f"The layer {loop.layer} goes round in a loop, and each turn costs more than it computes.",
+        f"The {what} goes round in a loop, and each turn costs more than it computes.",
         evidence,
         "Where no turn needs the one before, ops that take all of them at once: `tf.vectorized_map(f, x)`, "
         f"`tf.cumsum(x, 1)`, `x @ w`. Where one does, {one}.",

@@ -62,7 +62,7 @@ def measure_parts(
     ]
     return Parts(
         tuple(_metered(metric, steps) for metric in _costly(model)),
-        tuple(_looped(layer, steps, device) for layer in _looping(nodes, layers)),
+        tuple(_looped(*replaced, steps, device) for replaced in _looping(nodes, layers, model)),
         tuple(_one_hot(layer, steps) for layer in _given_one_hots(nodes, layers)),
         tuple(_dropped(layer, steps) for layer in _with_recurrent_dropout(layers)),
         _written(nodes, steps),
@@ -150,8 +150,13 @@ def _argument(metric: keras.Metric) -> tuple[str, str]:
 # Loops
 
 
-def _looping(functions: Sequence[Nodes], layers: dict[str, keras.Layer]) -> list[keras.Layer]:
-    """Return the layers that loop in the forward pass, but for Keras' own RNN, and `tf.map_fn`."""
+def _looping(
+    functions: Sequence[Nodes], layers: dict[str, keras.Layer], model: keras.Model
+) -> list[tuple[str, object, str, Callable[..., TensorNest]]]:
+    """Return what loops in the forward pass, but for Keras' own RNN and `tf.map_fn`: layers, and the loss as "".
+
+    With each come its owner and method, and another one that does nothing.
+    """
     found: dict[str, None] = {}
     for node in itertools.chain.from_iterable(functions):
         if node.op not in ("While", "StatelessWhile") or node.name.startswith("gradient"):
@@ -162,7 +167,12 @@ def _looping(functions: Sequence[Nodes], layers: dict[str, keras.Layer]) -> list
         ):
             continue
         found |= {layer.name: None for layer in around if is_users(type(layer).call)}
-    return [layers[name] for name in found][:_MOST]
+        if not around and "compile_loss" in node.name.split("/"):  # trainers/compile_utils.py
+            found[""] = None
+    return [
+        (name, layers[name], "call", _without(layers[name])) if name else ("", model, "compute_loss", _no_loss)
+        for name in found
+    ][:_MOST]
 
 
 def _named(name: str, layers: dict[str, keras.Layer]) -> list[keras.Layer]:
@@ -174,21 +184,23 @@ def _named(name: str, layers: dict[str, keras.Layer]) -> list[keras.Layer]:
     ]
 
 
-def _looped(layer: keras.Layer, steps: _Steps, device: str) -> Looped:
-    trials = steps.timed(_replaced(layer, "call", _without(layer)), xla=True)
-    return Looped(layer.name, trials, _num_turns(layer, steps), measure_turn(device))
+def _looped(
+    name: str, owner: object, method: str, without: Callable[..., TensorNest], steps: _Steps, device: str
+) -> Looped:
+    trials = steps.timed(_replaced(owner, method, without), xla=True)
+    return Looped(name, trials, _num_turns(owner, method, steps), measure_turn(device))
 
 
-def _num_turns(layer: keras.Layer, steps: _Steps) -> float:
+def _num_turns(owner: object, method: str, steps: _Steps) -> float:
     """Return how often the loops of a layer go round in a step of a replica; 0 where that cannot be seen."""
     turns: list[None] = []
-    original = layer.call
+    original = getattr(owner, method)
 
     def call(*args: object, **kwargs: object) -> TensorNest:
         with counted_turns(lambda: turns.append(None)):
             return original(*args, **kwargs)
 
-    is_known = steps.run_once(_replaced(layer, "call", call), turns.clear)
+    is_known = steps.run_once(_replaced(owner, method, call), turns.clear)
     return len(turns) / steps.num_replicas if is_known else 0.0
 
 
@@ -268,6 +280,11 @@ def _silent() -> Iterator[None]:
 
 
 # What is left out
+
+
+def _no_loss(x: object = None, y: object = None, y_pred: TensorNest = None, *_: object, **__: object) -> tf.Tensor:
+    """Be a loss of zero, which has gradients of zero."""
+    return 0.0 * tf.add_n([tf.cast(tf.reduce_sum(leaf), tf.float32) for leaf in tree.flatten(y_pred)])
 
 
 def _without(layer: keras.Layer) -> Callable[..., TensorNest]:

@@ -30,7 +30,7 @@ class Metered:
 class Looped:
     """A layer whose call goes round in a loop, and what a step takes with it, without it, and compiled by XLA."""
 
-    layer: str
+    layer: str  # its name; "" is the loss of `compile`
     trials: Trials  # "as it was", "without", and "compiled" where XLA can
     num_turns: float = 0.0  # of a replica's step; 0: unknown
     turn_seconds: float = 0.0  # that a turn takes which computes next to nothing, forward and back
