@@ -2,7 +2,7 @@
 
     python benchmarks/bench_answers.py --json answers.json                  # about 30 minutes
     python benchmarks/bench_answers.py --only hdf5_rows,large_table
-    python benchmarks/bench_answers.py --healthy                            # 35 programs that need no change
+    python benchmarks/bench_answers.py --healthy                            # 41 programs that need no change
 
 Each situation (`situations.py`, `further_situations.py`, `step_situations.py`) trains a program that is slower than it
 need be, has the doctor judge it, and then times that program, the same with the fix as the finding words it, and the
@@ -136,10 +136,11 @@ def _healthy(strategy: Any) -> int:
     """Print what the doctor says of programs that need no change; return 1 if it is anything."""
     from further_healthy import FURTHER_HEALTHY
     from healthy_programs import HEALTHY
+    from step_healthy import STEP_HEALTHY
 
     import keras_dist_ext as kde
 
-    programs, alarms = {**HEALTHY, **FURTHER_HEALTHY}, 0
+    programs, alarms = {**HEALTHY, **FURTHER_HEALTHY, **STEP_HEALTHY}, 0
     for name, make in programs.items():
         doctor, begin = kde.ParallelismDoctor(show=False), time.perf_counter()
         train(make(), strategy, [doctor])

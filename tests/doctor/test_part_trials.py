@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import keras_dist_ext as kde
 from keras_dist_ext.diagnosis.doctor.part_trials import measure_parts
+from keras_dist_ext.diagnosis.doctor.parts import Parts
 
 L = keras.layers
 
@@ -70,11 +71,14 @@ def test_summaries_of_a_step_are_timed_where_it_asks_for_them_itself(tmp_path: A
             return super().train_step(data)
 
     model = Net([L.Dense(1)])
-    model.compile("adam", "mse")
+    model.compile("adam", "mse", metrics=[Own("own")])
     x = np.random.default_rng(0).random((32, 7), dtype="float32")
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8)
     model.fit(data, verbose=0)
-    summaries = measure_parts(model, data, model.train_function.program.graphs(), 2, "CPU:0").summaries
+    graphs = model.train_function.program.graphs()
+    parts = measure_parts(model, data, graphs, 2, "CPU:0", computes=False)
+    summaries = parts.summaries
+    assert parts == Parts(summaries=summaries)
     assert summaries is not None
     assert (summaries.tags, summaries.num_written) == (("batch",), 1)
     assert summaries.trials.has("as it was", "without")

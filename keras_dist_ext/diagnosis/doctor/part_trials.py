@@ -30,8 +30,8 @@ __all__ = ["measure_parts"]
 
 _MUCH_STATE = 10_000  # numbers, which each step reads and writes: less is nothing to be seen
 _MOST = 3  # that are timed
-_SECONDS = 1.0
-_ROUNDS = (5, 11)
+_SECONDS = 0.5  # of rounds
+_ROUNDS = (5, 9)
 _THRESHOLDS = 200  # of Keras' metrics, if nothing else is asked for
 _LONG_ONE_HOT = 1000
 _WRITES = re.compile(r"Write(Raw\w+|Scalar|Image|Histogram|Audio)?Summary")  # ops/gen_summary_ops.py
@@ -42,7 +42,13 @@ Nodes: TypeAlias = list[Any]  # of a graph's function: tf.compat.v1.NodeDef
 
 
 def measure_parts(
-    model: keras.Model, dataset: tf.data.Dataset, graphs: Sequence[tf.Graph], num_steps: int, device: str
+    model: keras.Model,
+    dataset: tf.data.Dataset,
+    graphs: Sequence[tf.Graph],
+    num_steps: int,
+    device: str,
+    *,
+    computes: bool = True,
 ) -> Parts:
     """Time steps without single metrics, and without what single layers do, where these may cost much.
 
@@ -52,6 +58,7 @@ def measure_parts(
         graphs: of its training function.
         num_steps: of an execution.
         device: of a replica, such as "CPU:0".
+        computes: whether steps compute, or update, for a good part of the time; else only summaries are looked at.
     """
     steps = _Steps(model, dataset, num_steps)
     layers = {layer.name: layer for layer in flat_layers(model) if layer is not model}
@@ -60,12 +67,15 @@ def measure_parts(
         for definition in (graph.as_graph_def() for graph in graphs)
         for nodes in (definition.node, *(function.node_def for function in definition.library.function))
     ]
+    summaries = _written(nodes, steps)
+    if not computes:
+        return Parts(summaries=summaries)
     return Parts(
         tuple(_metered(metric, steps) for metric in _costly(model)),
         tuple(_looped(*replaced, steps, device) for replaced in _looping(nodes, layers, model)),
         tuple(_one_hot(layer, steps) for layer in _given_one_hots(nodes, layers)),
         tuple(_dropped(layer, steps) for layer in _with_recurrent_dropout(layers)),
-        _written(nodes, steps),
+        summaries,
     )
 
 

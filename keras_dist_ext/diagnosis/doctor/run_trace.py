@@ -209,15 +209,16 @@ class RunTrace:
         )
 
     def _parts(self, times: Times, device: str) -> Parts:
-        """Say what metrics and single layers cost, where steps compute or update for long, and call no Python."""
+        """Say what metrics, single layers and summaries cost, where steps call no Python."""
         data, shares = self._run_data, times.shares()
         is_one_process = workers_of(self.model.distribute_strategy) is None
         if data is None or not data.can_be_read_again or not is_one_process or times.python:
             return Parts()
-        if self.model.run_eagerly or shares["host"] + shares["callbacks"] + shares["tracing"] > 1 - _LEAST_COMPUTING:
+        if self.model.run_eagerly:
             return Parts()
         num_steps = max(1, round(times.num_steps / max(1, times.num_executions)))
-        return measure_parts(self.model, data.given, self._graphs, num_steps, device)
+        computes = shares["computing"] + shares["synchronising"] >= _LEAST_COMPUTING
+        return measure_parts(self.model, data.given, self._graphs, num_steps, device, computes=computes)
 
     def _stock_steps(self) -> tuple[int, float] | None:
         """How many steps stock Keras has made after the first two, which trace, and their seconds."""
