@@ -1,4 +1,4 @@
-"""Programs that need no change, with metrics, loops and summaries that cost little of a step or compute all the time."""
+"""Programs that need no change: with metrics, loops and summaries that cost little, or that compute."""
 
 from __future__ import annotations
 
