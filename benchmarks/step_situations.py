@@ -141,3 +141,18 @@ def summaries(kind: str) -> Program:
 
     layers = lambda: [keras.Input((WIDTH,)), L.Dense(256, "relu"), L.Dense(256, "relu"), L.Dense(1)]  # noqa: E731
     return Program(batches(32), 2048, layers, model=Net, passes=4)
+
+
+@situation('`data_format="channels_first"` on a CPU', "slow-layout", '`data_format="channels_last"`')
+def channels_first(kind: str) -> Program:
+    images = np.random.default_rng(0).normal(size=(192, 24, 24, 3)).astype("float32")
+    given = {"data_format": "channels_first" if kind == "sick" else "channels_last"}
+    if kind == "sick":
+        images = np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+
+    def layers() -> list[Any]:
+        convolutions = [L.Conv2D(64, 3, activation="relu", **given) for _ in range(3)]
+        return [keras.Input(images.shape[1:]), *convolutions, L.GlobalAveragePooling2D(**given), L.Dense(1)]
+
+    data = tf.data.Dataset.from_tensor_slices((images, Y[:192])).batch(32).cache().prefetch(2)
+    return Program(data, 192, layers, passes=3)

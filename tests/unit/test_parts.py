@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import keras
 import pytest
 from test_diagnose import HEALTHY, times
 
 from keras_dist_ext.diagnosis.doctor.examination import Examination, Largest
-from keras_dist_ext.diagnosis.doctor.parts import Looped, Metered, OneHot, Parts, RecurrentDropout, Summaries
+from keras_dist_ext.diagnosis.doctor.layout_speed import measure_layout
+from keras_dist_ext.diagnosis.doctor.parts import Layout, Looped, Metered, OneHot, Parts, RecurrentDropout, Summaries
 from keras_dist_ext.diagnosis.doctor.rules import judge
 from keras_dist_ext.diagnosis.doctor.trials import Trials
 
@@ -157,3 +159,43 @@ def test_writing_summaries_is_not_taken_for_waiting_for_input(input_: float, cod
     """A step's last clock does not wait for what nothing is computed from."""
     examination = Examination(HEALTHY, times(input_=input_, compute=0.018 - input_), parts=SUMMARIES)
     assert judge(examination).codes[:1] == codes
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_found"),
+    [
+        (Layout("conv", "CPU:0", 0.002, 0.001, 0.9), True),
+        (Layout("conv", "CPU:0", 0.00125, 0.001, 1.0), False),  # hardly slower
+        (Layout("conv", "CPU:0", 0.002, 0.001, 0.42), False),  # of a small part of the model
+    ],
+)
+def test_channels_first_say_what_channels_last_would_save(layout: Layout, is_found: bool) -> None:
+    findings = judge(Examination(HEALTHY, times(), parts=Parts(layout=layout))).findings
+    assert [finding.code for finding in findings] == ["slow-layout"] * is_found
+    for finding in findings:
+        assert finding.seconds == pytest.approx(80 * 0.018 * 0.9 / 2)
+        assert finding.evidence == (
+            "a convolution like conv, with its gradients, took 2 ms, and with channels last 1 ms; about 90% of the "
+            "model are such convolutions"
+        )
+
+
+@pytest.mark.parametrize(("first", "device"), [(True, "CPU:0"), (False, "CPU:0"), (True, "GPU:0")])
+def test_the_largest_convolution_with_channels_first_is_timed_on_a_cpu(first: bool, device: str) -> None:
+    data_format = "channels_first" if first else "channels_last"
+    layers = [
+        keras.layers.Conv2D(4, 3, data_format=data_format, name="small"),
+        keras.layers.Conv2D(8, 3, data_format=data_format, name="large"),
+        keras.layers.GlobalAveragePooling2D(data_format=data_format),
+        keras.layers.Dense(1),
+    ]
+    model = keras.Sequential([keras.Input((3, 9, 9) if first else (9, 9, 3)), *layers])
+    layout = measure_layout(model, device)
+    if not first or device != "CPU:0":
+        assert layout is None
+        return
+    assert layout is not None
+    small, large = 4 * 28 * 49, 8 * 37 * 25  # weights, at each place of what they give
+    assert (layout.layer, layout.device) == ("large", "CPU:0")
+    assert layout.share == pytest.approx((small + large) / (small + large + 9))
+    assert min(layout.first_seconds, layout.last_seconds) > 0

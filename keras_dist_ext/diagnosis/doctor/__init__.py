@@ -14,6 +14,7 @@ In reading order:
     epoch_clock        the time between epochs
     interventions      experiments
     dtype_speed        how fast the device is in the model's dtype
+    layout_speed       how fast it is for channels first
     map_loops          loops over the examples of a batch
     shape_trials       what padding, and new shapes of batches cost
     shapes             their figures

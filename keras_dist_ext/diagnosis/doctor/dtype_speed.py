@@ -11,7 +11,7 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers, own_variables
 from keras_dist_ext.diagnosis.doctor.examination import DtypeSpeed
 
-__all__ = ["measure_dtype"]
+__all__ = ["measure_dtype", "num_positions"]
 
 _ROUNDS = 5
 _SECONDS = 0.2  # that the rounds of a dtype may take
@@ -29,7 +29,7 @@ def measure_dtype(model: keras.Model, device: str) -> DtypeSpeed | None:
     sizes: dict[str, int] = {}
     for layer in flat_layers(model):
         size = sum(math.prod(variable.shape) for variable in own_variables(layer) if variable.trainable)
-        sizes[layer.compute_dtype] = sizes.get(layer.compute_dtype, 0) + size * _num_positions(layer)
+        sizes[layer.compute_dtype] = sizes.get(layer.compute_dtype, 0) + size * num_positions(layer)
     dtype = max(sizes, key=lambda name: sizes[name], default="float32")
     if dtype in ("float32", None) or not tf.as_dtype(dtype).is_floating:
         return None
@@ -47,10 +47,11 @@ def measure_dtype(model: keras.Model, device: str) -> DtypeSpeed | None:
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 
 
-def _num_positions(layer: keras.Layer) -> int:
+def num_positions(layer: keras.Layer) -> int:
     """Return how often a layer multiplies by its weights for an example, as at each place of an image; 1 if unknown."""
     try:
-        places = tuple(layer.output.shape)[1:-1]
+        shape = tuple(layer.output.shape)
+        places = shape[2:] if getattr(layer, "data_format", "") == "channels_first" else shape[1:-1]
     except (AttributeError, ValueError):  # it was called in no graph of layers, or gives several tensors
         return 1
     return math.prod(place or 1 for place in places)

@@ -17,6 +17,8 @@ _SHARE = 0.25  # of the time
 _SECONDS = 5e-4  # a step
 _LOOP_SHARE = 0.4  # of a step, that is the loop's
 _TURNS = 4.0  # times as long as one that computes nothing: longer ones compute
+_SLOWER = 1.3  # times as long with channels first
+_LAYOUT_SHARE = 0.2  # of the time, that channels last would save
 _FASTER = 1.25  # times as fast when XLA compiles it: less proves nothing
 
 
@@ -160,6 +162,29 @@ def _summaries(examination: Examination) -> list[Finding]:
     ]
 
 
+def _layouts(examination: Examination) -> list[Finding]:
+    """Convolutions whose channels come first, which a CPU computes more slowly."""
+    times, layout = examination.times, examination.parts.layout
+    assert times is not None
+    if layout is None or examination.setting.runs_eagerly:
+        return []
+    ratio = layout.first_seconds / max(layout.last_seconds, 1e-9)
+    seconds = times.compute() * times.num_steps * layout.share * (1 - 1 / max(1.0, ratio))
+    if ratio < _SLOWER or seconds < _LAYOUT_SHARE * examination.seconds:
+        return []
+    return [
+        Finding(
+            "slow-layout",
+            f"The channels of images come first, for which {layout.device} takes longer than for channels last.",
+            f"a convolution like {layout.layer}, with its gradients, took {ms(layout.first_seconds)}, and with "
+            f"channels last {ms(layout.last_seconds)}; about {layout.share:.0%} of the model are such convolutions",
+            '`keras.config.set_image_data_format("channels_last")`, or `data_format="channels_last"` of the layers, '
+            "and images to match, `tf.transpose(x, [0, 2, 3, 1])`.",
+            seconds,
+        )
+    ]
+
+
 def _evidence(trials: Trials) -> str:
     saved, whole = trials.saved("without"), statistics.median(trials.seconds["as it was"])
     return f"without it a step took {saved.show(' ms', 1e3)} less, of {ms(whole)}, on the same batch"
@@ -181,4 +206,5 @@ PART_RULES: Sequence[Callable[[Examination], list[Finding]]] = (
     _one_hots,
     _recurrent_dropouts,
     _summaries,
+    _layouts,
 )

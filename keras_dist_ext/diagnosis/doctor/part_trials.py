@@ -19,6 +19,7 @@ from keras_dist_ext._keras.tracing import scratch_graph
 from keras_dist_ext._keras.user_code import is_users
 from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.diagnosis.doctor.interventions import Conditions
+from keras_dist_ext.diagnosis.doctor.layout_speed import measure_layout
 from keras_dist_ext.diagnosis.doctor.map_loops import MAP_LOOP, measure_turn
 from keras_dist_ext.diagnosis.doctor.parts import Looped, Metered, OneHot, Parts, RecurrentDropout, Summaries
 from keras_dist_ext.diagnosis.doctor.trials import Trials
@@ -76,6 +77,7 @@ def measure_parts(
         tuple(_one_hot(layer, steps) for layer in _given_one_hots(nodes, layers)),
         tuple(_dropped(layer, steps) for layer in _with_recurrent_dropout(layers)),
         summaries,
+        measure_layout(model, device),
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from keras_dist_ext.diagnosis.doctor.trials import Trials
 
-__all__ = ["Looped", "Metered", "OneHot", "Parts", "RecurrentDropout", "Summaries"]
+__all__ = ["Layout", "Looped", "Metered", "OneHot", "Parts", "RecurrentDropout", "Summaries"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +66,17 @@ class Summaries:
 
 
 @dataclasses.dataclass(frozen=True)
+class Layout:
+    """How long a convolution takes whose channels come first, and with channels last."""
+
+    layer: str  # the largest of those that were timed
+    device: str
+    first_seconds: float
+    last_seconds: float
+    share: float  # of the products of a step, that such layers make
+
+
+@dataclasses.dataclass(frozen=True)
 class Parts:
     """All that were timed."""
 
@@ -74,3 +85,4 @@ class Parts:
     one_hots: tuple[OneHot, ...] = ()
     recurrent_dropouts: tuple[RecurrentDropout, ...] = ()
     summaries: Summaries | None = None  # None: it writes none
+    layout: Layout | None = None  # None: channels come last, or the device is no CPU
