@@ -38,7 +38,7 @@ def test_a_costly_metric_of_ones_own_is_told_by_its_name() -> None:
     own = dataclasses.replace(METRIC, name="pairs", kind="Pairs", argument="", better="")
     (finding,) = judge(Examination(HEALTHY, times(), parts=Parts(metrics=(own,)))).findings
     assert finding.what == "The metric 'pairs' (Pairs) takes much of each step."
-    assert finding.fix.startswith("Make it cheaper, or leave it out of `compile`")
+    assert finding.fix.startswith("Make it cheaper, or leave it out of `compile`, or of a loop's step, and")
 
 
 @pytest.mark.parametrize(

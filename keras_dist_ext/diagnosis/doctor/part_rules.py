@@ -31,8 +31,8 @@ def _metrics(examination: Examination) -> list[Finding]:
             continue
         called = f"{metric.kind}({metric.argument})" if metric.argument else f"'{metric.name}' ({metric.kind})"
         once = (
-            "leave it out of `compile`, and compute it once an epoch, in `on_epoch_end` of a callback, of what "
-            "`model.predict` gives for the validation data"
+            "leave it out of `compile`, or of a loop's step, and compute it once an epoch, in `on_epoch_end` of a "
+            "callback, of what `model.predict` gives for the validation data"
         )
         fix = f"`keras.metrics.{metric.kind}({metric.better})`, the default; or {once}." if metric.better else ""
         found.append(
