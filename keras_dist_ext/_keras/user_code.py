@@ -8,7 +8,7 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.models import compile_arguments, overrides
 
-__all__ = ["has_user_code", "has_user_layers", "is_users"]
+__all__ = ["has_user_code", "has_user_layers", "is_users", "runs_user_code"]
 
 
 def has_user_code(model: keras.Model, kind: str) -> bool:
@@ -32,9 +32,18 @@ def _compiled(model: keras.Model) -> Iterator[object]:
             if isinstance(one, str):
                 one = None if one in _SHORT_NAMES else get(one)
             if isinstance(one, keras.Loss | keras.Metric):
-                yield from (type(one), getattr(one, "fn", None), getattr(one, "_fn", None))
+                yield from _run_by(one)
             else:
                 yield one
+
+
+def runs_user_code(one: keras.Loss | keras.Metric) -> bool:
+    """Whether a loss or metric runs code that is neither Keras' nor ours."""
+    return any(map(is_users, _run_by(one)))
+
+
+def _run_by(one: keras.Loss | keras.Metric) -> tuple[object, ...]:
+    return type(one), getattr(one, "fn", None), getattr(one, "_fn", None)
 
 
 _SHORT_NAMES = ("accuracy", "acc", "crossentropy", "ce")  # trainers/compile_utils.py finds out which are meant

@@ -16,7 +16,7 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.loops import counted_turns
 from keras_dist_ext._keras.tracing import scratch_graph
-from keras_dist_ext._keras.user_code import is_users
+from keras_dist_ext._keras.user_code import is_users, runs_user_code
 from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.diagnosis.doctor.interventions import Conditions
 from keras_dist_ext.diagnosis.doctor.layout_speed import measure_layout
@@ -134,7 +134,7 @@ class _WithXla(DistributedStep):
 def _costly(model: keras.Model) -> list[keras.Metric]:
     """Return the metrics that have much state or code of the user's, the one with most state first."""
     given = [inner for metric in model.metrics for inner in getattr(metric, "metrics", [metric])]
-    metrics = [metric for metric in given if _size(metric) >= _MUCH_STATE or _is_own(metric)]
+    metrics = [metric for metric in given if _size(metric) >= _MUCH_STATE or runs_user_code(metric)]
     return sorted(metrics, key=_size, reverse=True)[:_MOST]
 
 
@@ -145,10 +145,6 @@ def _metered(metric: keras.Metric, steps: _Steps) -> Metered:
 
 def _size(metric: keras.Metric) -> int:
     return sum(math.prod(variable.shape) for variable in metric.variables)
-
-
-def _is_own(metric: keras.Metric) -> bool:
-    return any(map(is_users, (type(metric), getattr(metric, "_fn", None))))
 
 
 def _argument(metric: keras.Metric) -> tuple[str, str]:
