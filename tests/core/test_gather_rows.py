@@ -296,6 +296,7 @@ def test_losses_metrics_and_layers_of_a_compiled_model_see_all_rows(strategies, 
     np.testing.assert_allclose(ours, stock, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_train_loop_keeps_rows_of_all_and_may_not_add_up_what_is_equal(mirrored):
     with mirrored.scope():
         bank = tf.Variable(tf.zeros([4, 5]), trainable=False)

@@ -330,6 +330,7 @@ def test_sparse_and_ragged_rows_whose_number_is_fixed_are_refused() -> None:
                 of_any_number((batch, None))
 
 
+@pytest.mark.slow
 def test_eager_steps_are_refused() -> None:
     with pytest.raises(SeedError, match="run_eagerly=False"):
         trained("mirrored2", numbers(functools.partial(layers.Dropout, 0.4)), run_eagerly=True)

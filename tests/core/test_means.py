@@ -202,6 +202,7 @@ def test_a_function_as_loss_or_metric_may_give_a_sum(strategies, data):
     assert_equal(plain, strategies, data(), loss=total, metrics=[total, "mae"])
 
 
+@pytest.mark.slow
 def test_losses_of_a_model_inside_are_those_of_one_device(strategies):
     class Adds(layers.Layer):
         def call(self, x: Any) -> Any:

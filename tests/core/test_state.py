@@ -275,6 +275,7 @@ def test_a_run_that_breaks_off_ends_for_its_callbacks_too(mirrored):
     assert hooks.seen[-1] == "run end"
 
 
+@pytest.mark.slow
 def test_numbers_are_read_from_variables_as_on_one_device(mirrored):
     class Reads(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
