@@ -179,7 +179,7 @@ def draw_rows(
 
 def _advanced(counter: tf.Tensor, count: tf.Tensor, values: int) -> tf.Tensor:
     """Move the lower half of a counter on by so many values for each of a count."""
-    return counter + tf.cast(count, counter.dtype) * tf.constant([values, 0], counter.dtype)
+    return counter + tf.cast(count * tf.constant([values, 0], tf.int64), counter.dtype)
 
 
 def _refuse_other_draws(graph: tf.Graph, name: str) -> None:
