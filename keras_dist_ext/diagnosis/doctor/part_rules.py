@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from keras_dist_ext.diagnosis.doctor.examination import Examination
-from keras_dist_ext.diagnosis.doctor.parts import Looped
+from keras_dist_ext.diagnosis.doctor.parts import Looped, Metered, OneHot, RecurrentDropout
 from keras_dist_ext.diagnosis.doctor.trials import Trials
 from keras_dist_ext.diagnosis.doctor.units import ms, us
 from keras_dist_ext.findings import Finding
 
 __all__ = ["PART_RULES"]
+
+_Part = TypeVar("_Part", Metered, OneHot, RecurrentDropout)
 
 _SHARE = 0.25  # of the time
 _SECONDS = 5e-4  # a step
@@ -25,10 +28,7 @@ _FASTER = 1.25  # times as fast when XLA compiles it: less proves nothing
 def _metrics(examination: Examination) -> list[Finding]:
     """Metrics that take much of a step."""
     found = []
-    for metric in examination.parts.metrics:
-        seconds = _saved(metric.trials, examination)
-        if not seconds:
-            continue
+    for metric, seconds in _costly(examination.parts.metrics, examination):
         called = f"{metric.kind}({metric.argument})" if metric.argument else f"'{metric.name}' ({metric.kind})"
         once = (
             "leave it out of `compile`, or of a loop's step, and compute it once an epoch, in `on_epoch_end` of a "
@@ -49,12 +49,10 @@ def _metrics(examination: Examination) -> list[Finding]:
 
 def _loops(examination: Examination) -> list[Finding]:
     """Layers whose call goes round in a loop of turns that cost more than they compute."""
-    times = examination.times
-    assert times is not None
-    return [_loop(loop, examination) for loop in examination.parts.loops if _is_costly(loop, examination)]
+    return [_loop(loop, examination) for loop in examination.parts.loops if _needs_no_loop(loop, examination)]
 
 
-def _is_costly(loop: Looped, examination: Examination) -> bool:
+def _needs_no_loop(loop: Looped, examination: Examination) -> bool:
     """Whether a loop takes much of the time, and either XLA or the time of a turn shows that it need not."""
     times = examination.times
     assert times is not None
@@ -102,10 +100,7 @@ def _loop(loop: Looped, examination: Examination) -> Finding:
 def _one_hots(examination: Examination) -> list[Finding]:
     """Dense layers that multiply one-hot vectors."""
     found = []
-    for each in examination.parts.one_hots:
-        seconds = _saved(each.trials, examination)
-        if not seconds:
-            continue
+    for each, seconds in _costly(examination.parts.one_hots, examination):
         rows, columns = each.num_rows, each.num_columns
         found.append(
             Finding(
@@ -124,10 +119,7 @@ def _one_hots(examination: Examination) -> list[Finding]:
 def _recurrent_dropouts(examination: Examination) -> list[Finding]:
     """Recurrent layers whose dropout within the recurrence takes much of a step."""
     found = []
-    for each in examination.parts.recurrent_dropouts:
-        seconds = _saved(each.trials, examination)
-        if not seconds:
-            continue
+    for each, seconds in _costly(examination.parts.recurrent_dropouts, examination):
         found.append(
             Finding(
                 "recurrent-dropout",
@@ -188,6 +180,14 @@ def _layouts(examination: Examination) -> list[Finding]:
 def _evidence(trials: Trials) -> str:
     saved, whole = trials.saved("without"), statistics.median(trials.seconds["as it was"])
     return f"without it a step took {saved.show(' ms', 1e3)} less, of {ms(whole)}, on the same batch"
+
+
+def _costly(parts: Sequence[_Part], examination: Examination) -> Iterator[tuple[_Part, float]]:
+    """Yield the parts that take much of the run, with the seconds that leaving each out saves."""
+    for part in parts:
+        seconds = _saved(part.trials, examination)
+        if seconds:
+            yield part, seconds
 
 
 def _saved(trials: Trials, examination: Examination) -> float:
