@@ -77,7 +77,7 @@ def train(folder: str, plan: Sequence[Accident]) -> dict[str, Any]:
     here = pathlib.Path(folder)
     attempt = len(list(here.glob("accident-*.json")))  # no restarts of a launch: a driver is resubmitted
     _own_note(here, attempt, worker).write_text(str(os.getpid()))
-    is_saved = any((here / "saves").glob("save-*.kde"))  # else all accidents came before the first save
+    is_saved = any((here / "saves").glob("ckpt-*.kde"))  # else all accidents came before the first save
     callbacks: list[Any] = [kde.Resume(here / "saves", SAVE_EVERY)]
     if attempt < len(plan):
         callbacks.append(_callback(plan[attempt], worker, _Death(here, attempt, worker, plan[attempt].dies)))
