@@ -99,7 +99,7 @@ def test_a_step_of_the_users_own_is_planned_and_what_python_draws_next_stays(mir
     assert plan.measured.sums is not None
 
 
-@pytest.mark.rotating
+@pytest.mark.slow  # nothing else runs some lines
 def test_replicas_that_share_memory_are_planned_with_sums_in_it(mirrored: Any) -> None:
     with mirrored.scope():
         model = made(heavy())
@@ -145,7 +145,7 @@ def test_a_slow_link_is_the_bound_and_what_to_change_first(
         np.testing.assert_array_equal(was, now)
 
 
-@pytest.mark.parametrize("kind", rotating(["mirrored2", "memory"], []))
+@pytest.mark.parametrize("kind", rotating(["mirrored2", "memory"], [], slow=["memory"]))
 def test_sums_of_more_bytes_take_longer(kind: str, strategies: Any) -> None:
     num_bytes = 16 << 20
     times = time_sums_in_memory(2, num_bytes) if kind == "memory" else time_sums(strategies.get(kind), num_bytes, 6)
@@ -168,7 +168,7 @@ raise SystemExit("this is never reached")
 """
 
 
-@pytest.mark.rotating
+@pytest.mark.slow  # nothing else runs some lines
 def test_a_script_is_planned_up_to_its_first_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, report = tmp_path / "train.py", tmp_path / "plan.json"
     script.write_text(SCRIPT)
