@@ -286,12 +286,17 @@ def _no_room(folder: Callable[[], object], error: OSError) -> LaunchError:
 
 
 class _Guard:
-    """A process that ends what is left of a launch, and its temporary folder, when the launcher is done or dead."""
+    """A process that ends what is left of a launch, and its temporary folder, when the launcher is done or dead.
+
+    Attributes:
+        folder: holds what passes between launcher and workers.
+        pid: of the process.
+    """
 
     def __init__(self, *, owns_process: bool) -> None:
         self._launch_id = uuid.uuid4().hex
         try:
-            self.folder = Path(tempfile.mkdtemp(prefix="keras_dist_ext-"))  # what passes between launcher and workers
+            self.folder = Path(tempfile.gettempdir(), f"keras_dist_ext-{self._launch_id}")
         except OSError as error:
             raise _no_room(tempfile.gettempdir, error) from error
         self._process = subprocess.Popen(
@@ -308,6 +313,11 @@ class _Guard:
         self._pipe, self._end = self._process.stdin, self._process.stdout
         if owns_process:
             self._process.wait()
+        try:
+            self.folder.mkdir(mode=0o700)  # only now: if all ends before, as with a node of Ray's, nothing is left
+        except OSError as error:
+            self.close()
+            raise _no_room(lambda: self.folder.parent, error) from error
 
     def file(self, call: bytes) -> str:
         """Put a packed call where the workers find it."""

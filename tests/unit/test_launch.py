@@ -556,13 +556,13 @@ def test_a_working_directory_that_was_removed_is_an_error(tmp_path, monkeypatch)
         run(1, ["printenv", "HOME"])
 
 
-@pytest.mark.parametrize("place", ["mkdtemp", "call", "heartbeat"])
+@pytest.mark.parametrize("place", ["folder", "call", "heartbeat"])
 def test_a_temporary_folder_without_room_is_an_error(place, temporary, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    if place == "mkdtemp":
-        monkeypatch.setattr("tempfile.mkdtemp", full)
+    if place == "folder":
+        monkeypatch.setattr(Path, "mkdir", full)
     elif place == "call":
         monkeypatch.setattr(Path, "write_bytes", full)
     else:
@@ -572,6 +572,19 @@ def test_a_temporary_folder_without_room_is_an_error(place, temporary, monkeypat
 
 
 # The end of the launcher, and of what workers leave behind.
+
+
+def test_there_is_no_folder_before_there_is_who_removes_it(temporary, monkeypatch):
+    start, seen = subprocess.Popen, []
+
+    def popen(*args, **options):
+        seen.append(list(temporary.iterdir()))
+        return start(*args, **options)
+
+    monkeypatch.setattr("keras_dist_ext.cluster.local_host.subprocess.Popen", popen)
+    run(1, say, args=("hi",))
+    assert seen[0] == []
+    assert len(seen[1]) == 1, "the worker's"
 
 
 def test_what_a_worker_has_started_ends_with_the_launch_and_does_not_hold_it_up():
