@@ -429,7 +429,7 @@ def test_an_empty_dataset_is_an_error_of_fit_evaluate_and_predict(mirrored):
             call(empty, verbose=0)
 
 
-@pytest.mark.parametrize("drop_remainder", [False, True])
+@pytest.mark.parametrize("drop_remainder", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_tensors_of_different_numbers_of_rows_are_refused(mirrored, drop_remainder):
     """On one device, a table may come along with each batch."""
     x = np.ones((12, 1), "float32")

@@ -76,7 +76,7 @@ def test_ordered_sums_give_the_same_bits_on_four_replicas(name):
     assert_same_bits(run(name, 1, ORDERED)[0], run(name, 4, ORDERED)[0])
 
 
-@pytest.mark.parametrize("name", rotating(CASES, ["a mask"]))
+@pytest.mark.parametrize("name", rotating(CASES, [], slow=["a mask"]))
 def test_fast_sums_give_the_same_numbers_to_rounding(name):
     for num_replicas in (1, 2):
         fast, logs = run(name, num_replicas, FAST)
