@@ -9,7 +9,7 @@ from keras_dist_ext.data.dataset_graph import MAPS, DatasetGraph, Stage
 from keras_dist_ext.data.stage_times import Times
 from keras_dist_ext.findings import Finding
 
-__all__ = ["order_findings"]
+__all__ = ["mixing_findings", "order_findings"]
 
 
 def order_findings(graph: DatasetGraph, times: Times) -> Iterator[Finding]:
@@ -23,7 +23,7 @@ def order_findings(graph: DatasetGraph, times: Times) -> Iterator[Finding]:
     yield from _of_skips(graph, times)
     yield from _of_caches(graph, times)
     yield from _of_maps_after_cache(graph, times)
-    yield from _of_shuffles(graph)
+    yield from mixing_findings(graph)
 
 
 def _of_shards(graph: DatasetGraph, times: Times) -> Iterator[Finding]:
@@ -149,7 +149,12 @@ def _of_maps_after_cache(graph: DatasetGraph, times: Times) -> Iterator[Finding]
             return
 
 
-def _of_shuffles(graph: DatasetGraph) -> Iterator[Finding]:
+def mixing_findings(graph: DatasetGraph) -> Iterator[Finding]:
+    """Say where examples are mixed less than it seems, which costs no time.
+
+    Args:
+        graph: of the pipeline.
+    """
     mixed = [] if graph.batch is None else list(graph.until_other_elements(graph.batch))  # not names of files
     for shuffle in graph.of_kind("Shuffle"):
         batch = next((stage for stage in graph.until_other_elements(shuffle) if stage.batch_size is not None), None)

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras_dist_ext import arguments
 from keras_dist_ext.aliases import FitData
 from keras_dist_ext.data.dataset_graph import read_graph
+from keras_dist_ext.data.order_findings import mixing_findings
 from keras_dist_ext.data.pipeline_findings import findings_of
 from keras_dist_ext.data.sources import as_dataset, checked_batch_size, kind_of
 from keras_dist_ext.data.stage_times import Times, measure
@@ -16,7 +17,7 @@ from keras_dist_ext.errors import DataError
 from keras_dist_ext.findings import Finding, worst_first
 from keras_dist_ext.strategy.given import given_strategy
 
-__all__ = ["Inspection", "inspect"]
+__all__ = ["Inspection", "inspect", "mixing_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,3 +106,13 @@ def inspect(
     return Inspection(
         names, None if batch is None else batch.batch_size, num_examples, times, tuple(worst_first(found))
     )
+
+
+def mixing_of(data: FitData) -> tuple[Finding, ...]:
+    """Say where a tf.data.Dataset mixes less than it seems: from its graph, of which nothing is run.
+
+    Args:
+        data: what `fit` takes. Of all but datasets nothing is said.
+    """
+    graph = read_graph(data) if isinstance(data, tf.data.Dataset) else None
+    return () if graph is None else tuple(mixing_findings(graph))

@@ -275,6 +275,44 @@ def test_a_stock_model_outside_of_the_scope_is_found_and_its_copy_is_measured(mi
     assert [weight.tobytes() for weight in stock.get_weights()] == before
 
 
+class NoConfig(keras.Model):
+    """Cannot be made again."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.dense = L.Dense(width)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_mixed", [True, False])
+def test_passes_that_run_into_each_other_are_found_whatever_the_model_is(is_mixed: bool, mirrored: Any) -> None:
+    data = tf.data.Dataset.from_tensor_slices((X[:256], Y[:256]))
+    data = data.shuffle(256).repeat() if is_mixed else data.repeat().shuffle(256)
+    data = data.batch(64).prefetch(2)
+    codes = [] if is_mixed else ["repeat-before-shuffle"]
+    made: dict[str, Any] = {"ours": kde.Sequential, "stock, not built": keras.Sequential, "no copy": None}
+    for name, cls in made.items():
+        with mirrored.scope():
+            model = NoConfig(1) if cls is None else cls([L.Dense(8), L.Dense(1)])
+            model.compile("adam", "mse")
+        report = kde.diagnose(model, data, num_steps=25, interventions=False)
+        assert [code for code in report.codes if code == "repeat-before-shuffle"] == codes, name
+        assert (report.examination.times is None) == (cls is None), name
+        said = [note.what for note in report.notes if note.code == "stock-model"]
+        assert len(said) == (cls is not kde.Sequential)
+        assert all(("has no `get_config`" in what) == (cls is None) for what in said)
+    doctor = kde.ParallelismDoctor(show=False)
+    with mirrored.scope():
+        model = kde.Sequential([L.Dense(8), L.Dense(1)])
+        model.compile("adam", "mse")
+    model.fit(data, steps_per_epoch=20, epochs=2, verbose=0, shuffle=False, callbacks=[doctor])
+    assert doctor.report is not None
+    assert ("repeat-before-shuffle" in doctor.report.codes) != is_mixed
+
+
 @pytest.mark.slow
 def test_a_stock_model_can_have_the_callback_too(mirrored: Any) -> None:
     with mirrored.scope():

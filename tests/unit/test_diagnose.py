@@ -328,6 +328,22 @@ def test_other_processes_and_stock_models_are_notes() -> None:
     assert judge(Examination(HEALTHY, times(others=0.4))).notes == ()
 
 
+def test_data_that_mixes_little_is_the_last_finding_and_explains_no_time() -> None:
+    mixing = Finding("repeat-before-shuffle", "Passes run into each other.", "shuffle(8) comes after repeat()", "...")
+    report = judge(Examination(HEALTHY, times(), mixing=(mixing,)))
+    assert report.findings == (mixing,)
+    slow = judge(Examination(HEALTHY, times(others=0.4), mixing=(mixing,)))
+    assert slow.why_not == judge(Examination(HEALTHY, times(others=0.4))).why_not
+    assert judge(Examination(HEALTHY, mixing=(mixing,))).findings == (mixing,)
+
+
+def test_a_stock_model_of_which_no_copy_can_be_made_is_told_with_the_reason() -> None:
+    (note, *_) = judge(Examination(changed(is_ours=False), not_copied="Own has no `get_config`.")).notes
+    assert note.code == "stock-model"
+    assert note.what.endswith("No copy could be made of it to watch: Own has no `get_config`.")
+    assert note.fix == "Make it one of ours: swap the base class for `kde.Model` or `kde.Sequential`."
+
+
 # Where the time goes
 
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_dist_ext import arguments
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext.aliases import FitData, Logs, TensorNest
+from keras_dist_ext.data.pipeline import mixing_of
 from keras_dist_ext.diagnosis.doctor.doctor import ParallelismDoctor
 from keras_dist_ext.diagnosis.doctor.examination import Examination
 from keras_dist_ext.diagnosis.doctor.report import Report
@@ -18,7 +19,7 @@ from keras_dist_ext.diagnosis.doctor.rules import judge
 from keras_dist_ext.diagnosis.doctor.setting import read_setting
 from keras_dist_ext.errors import KerasDistError, MonitorError
 from keras_dist_ext.strategy.given import checked_strategy
-from keras_dist_ext.training.adoption.adopt import adopt
+from keras_dist_ext.training.adoption.adopt import adopt, clone_model
 from keras_dist_ext.training.run_callback import RunCallback
 from keras_dist_ext.training.runtime import runtime_of
 from keras_dist_ext.training.snapshot import kept_pass, kept_state
@@ -44,7 +45,7 @@ def diagnose(
         assert not report.findings
 
     A model of stock Keras is not trained: nobody can see into its steps. Its setting is judged, and where
-    ``kde.adopt`` can rebuild it, the steps of the rebuilt model.
+    ``kde.adopt`` can rebuild it, or ``kde.clone_model`` where it is not built, the steps of the rebuilt model.
 
     What is drawn from generators is gone from them, a shuffle that has no seed of the run's goes on to its next order,
     and ``tf.random`` ops go on where the last step stopped.
@@ -134,12 +135,16 @@ def _examined_copy(
     callbacks: Sequence[keras.callbacks.Callback],
     fit_arguments: dict[str, object],
 ) -> Report:
-    """Examine a model of stock Keras: its own setting, and the steps of a copy that is one of ours."""
+    """Examine a model of stock Keras: its own setting, and the steps of a copy that is one of ours.
+
+    A model that is not built has no weights, so the copy's are new ones, which take as long.
+    """
     setting = read_setting(model, strategy=strategy)
+    has_weights = model.built or model.variables
     try:
-        copy = adopt(model, strategy or model.distribute_strategy)
-    except KerasDistError:
-        return judge(Examination(setting))
+        copy = (adopt if has_weights else clone_model)(model, strategy or model.distribute_strategy)
+    except KerasDistError as error:
+        return judge(Examination(setting, mixing=mixing_of(data), not_copied=str(error)))
     report = diagnose(
         copy,
         data,

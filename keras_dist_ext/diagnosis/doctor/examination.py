@@ -350,8 +350,10 @@ class Examination:
     times: Times | None = None  # None: nothing could be measured
     trials: Trials | None = None  # None: no experiments were made
     pipeline: tuple[Finding, ...] = ()  # what is to be said of the data's own graph, whatever it cost
+    mixing: tuple[Finding, ...] = ()  # where the data's own graph mixes less than it seems; no matter of time
     batch_seconds: float | None = None  # that the pipeline takes for a batch by itself; None: unknown
     stock_steps: tuple[int, float] | None = None  # how many steps of stock Keras took how many seconds
+    not_copied: str = ""  # why no copy of a model of stock Keras could be made whose steps can be seen
     between: BetweenEpochs | None = None  # None: there were too few epochs
     dtype: DtypeSpeed | None = None  # None: it is float32
     map_loops: MapLoops | None = None  # None: there are none

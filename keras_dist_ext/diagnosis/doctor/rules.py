@@ -62,7 +62,7 @@ def judge(examination: Examination) -> Report:
     notes = [note for note in (shared_cpu(examination.setting), *_notes(examination)) if note is not None]
     findings = _claimed_once([finding for finding in found if finding.code not in explained], _watched(examination))
     return Report(
-        findings=tuple(findings),
+        findings=(*findings, *examination.mixing),
         notes=tuple(notes),
         examination=examination,
         speedup=_speedup(examination),
@@ -126,21 +126,28 @@ def _claimed_once(findings: list[Finding], seconds: float) -> list[Finding]:
 _LEFT = 0.1  # of what a finding claims: less is no figure of its
 
 
+def _stock_note(examination: Examination) -> Finding:
+    name, reason = examination.setting.model, examination.not_copied
+    what = f"'{name}' is a model of stock Keras: what happens inside of its steps cannot be seen. "
+    evidence = "judged are its strategy, scope, eager execution, threads, callbacks and data"
+    if reason:
+        fix = "Make it one of ours: swap the base class for `kde.Model` or `kde.Sequential`."
+        return Finding("stock-model", f"{what}No copy could be made of it to watch: {reason}", evidence, fix)
+    return Finding(
+        "stock-model",
+        f"{what}`kde.diagnose(model, data)` watches the steps of a copy; a model that `kde.adopt(model, strategy)` "
+        "gives can be watched in `fit`.",
+        evidence,
+        "`kde.diagnose(model, data)`, or `model = kde.adopt(model, strategy)`, which has equal weights.",
+    )
+
+
 def _notes(examination: Examination) -> list[Finding]:
     """Say what limits the judgement."""
     setting, times, trials = examination.setting, examination.times, examination.trials
     notes = []
     if not setting.is_ours:
-        notes.append(
-            Finding(
-                "stock-model",
-                f"'{setting.model}' is a model of stock Keras: what happens inside of its steps cannot be seen. "
-                "`kde.diagnose(model, data)` watches the steps of a copy; a model that `kde.adopt(model, strategy)` "
-                "gives can be watched in `fit`.",
-                "judged are its strategy, scope, eager execution, threads, callbacks and data",
-                "`kde.diagnose(model, data)`, or `model = kde.adopt(model, strategy)`, which has equal weights.",
-            )
-        )
+        notes.append(_stock_note(examination))
     elif times is None:
         notes.append(
             Finding(

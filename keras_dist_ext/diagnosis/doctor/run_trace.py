@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.strategies import first_replica
-from keras_dist_ext.data.pipeline import inspect
+from keras_dist_ext.data.pipeline import inspect, mixing_of
 from keras_dist_ext.diagnosis.doctor.dtype_speed import measure_dtype
 from keras_dist_ext.diagnosis.doctor.epoch_clock import EpochClock
 from keras_dist_ext.diagnosis.doctor.examination import BetweenEpochs, Examination, Times, Trials
@@ -167,20 +167,24 @@ class RunTrace:
         """Return all that is known of the run. Every worker must call it."""
         setting = read_setting(self.model, strategy=strategy, step_watchers=self._step_watchers, graphs=self._graphs)
         times = self._times()
+        data = self._run_data
+        mixing = mixing_of(data.given if data is not None and data.is_pipeline else self._data)
         if times is None:
             steps = self._stock_steps()
             padding = None if self._data is None or steps is None else read_padding(self._data)
-            return Examination(setting, pipeline=tuple(self._stock_findings()), stock_steps=steps, padding=padding)
+            pipeline = self._stock_findings()
+            return Examination(setting, pipeline=tuple(pipeline), mixing=mixing, stock_steps=steps, padding=padding)
         with kept_pass(None if self._run_data is None else self._run_data.given):
             trials = self._trials(times) if interventions else None
-            pipeline, batch_seconds = self._data_findings(times)
+            slow, batch_seconds = self._data_findings(times)
             padding, recompilation = self._shapes(times)
             parts = self._parts(times, setting.devices[0])
             return Examination(
                 setting,
                 times,
                 trials,
-                tuple(pipeline),
+                tuple(slow),
+                mixing,
                 batch_seconds=batch_seconds,
                 between=self._between(),
                 dtype=measure_dtype(self.model, setting.devices[0]),
