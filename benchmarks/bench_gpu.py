@@ -8,7 +8,7 @@ Contestants, on the same batch again and again:
 
 * stock, stock 30: `keras.Model.fit` as it comes, and with `steps_per_execution=30` (without a strategy alone: stock
   Keras dies with several steps an execution under a strategy).
-* ours, watched: `kde.Model.fit` as it comes, and with a `ReplicaMonitor`.
+* ours, watched: `kde.Model.fit` as it comes, and with a `ReplicaMonitor`, which may take 3% or 30 us a step more.
 * no xla: ours with `jit_compile=False`, where it would choose XLA under a strategy.
 * loop: a `tf.function` compiled by XLA that is called once a step, with batches that are on the device already; no
   metrics, no callbacks, no logs. On one device alone.
@@ -49,6 +49,7 @@ __all__ = ["main"]
 NUM_EPOCHS = 3
 SLOW_TO_COMPILE = ("resnet50 x1",)
 AT_ONCE = 6  # compile
+WATCHING_SECONDS = 30e-6  # that it may add to a step, where that is more than its ratio allows
 GOALS = {
     "ours / stock": {"tiny x1": 0.5, "cnn256 x1": 0.5, "": 1.0},
     "watched / ours": {"": 1.03},
@@ -208,7 +209,12 @@ def show(console: Console, found: dict[str, Timings]) -> None:
             if ours in timings.samples and other in timings.samples:
                 goal = goals.get(row, goals[""])
                 ratio = timings.ratio(ours, other)
-                ratios.append(f"{pair} {ratio.show(2)}; {goal}{'' if ratio.median <= goal else ' missed'}")
+                is_met = ratio.median <= goal
+                if pair == "watched / ours":
+                    added = timings.added(ours, other)
+                    ratios.append(f"watching adds {added.show(0, 1e6)} us")
+                    is_met = is_met or added.middle <= WATCHING_SECONDS
+                ratios.append(f"{pair} {ratio.show(2)}; {goal}{'' if is_met else ' missed'}")
         table.add_row(row, "\n".join(steps), "\n".join(ratios))
     console.print(table)
 

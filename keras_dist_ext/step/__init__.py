@@ -49,7 +49,10 @@ In reading order:
     seed_table        ``kde.describe_seeds``
     nan_guard         leave out steps with NaN or infinity
     recorder          record each step on the device
+    step_clocks       when what of a step was done
     step_buffer       where that is kept
+    sampled_table     what of it stays on a GPU, and clocks that are read in some steps only
+    untimed_steps     times of the others
     stats             what was recorded, as arrays
 """
 

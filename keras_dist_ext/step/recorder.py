@@ -14,10 +14,9 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext._keras.tracing import in_xla, run_independently
+from keras_dist_ext._keras.tracing import in_xla
 from keras_dist_ext.aliases import TensorNest
 from keras_dist_ext.step.gradient_values import dense_values
-from keras_dist_ext.step.graphs import assigning
 from keras_dist_ext.step.stats import Kind, StepRecords, join_records
 from keras_dist_ext.step.step_buffer import (
     MAX_STEPS,
@@ -25,32 +24,11 @@ from keras_dist_ext.step.step_buffer import (
     BufferSlice,
     ReplicaRecord,
     StepBuffer,
-    cpu_beside,
 )
+from keras_dist_ext.step.step_clocks import as_soon_as, last_of, on_host
+from keras_dist_ext.step.untimed_steps import with_all_clocks
 
-__all__ = ["Recorder", "StepNote", "now", "when_updated"]
-
-
-def now(after: tf.Tensor = (), *, independent: bool = False) -> tf.Tensor:
-    """Read the host's clock once ``after`` is available, in seconds since 1970, float64.
-
-    Args:
-        after: what has to be there.
-        independent: whether that is all. Else TensorFlow keeps the order in which this and other ops with effects were
-            traced, for which steps with loops inside, such as an LSTM's, may pay some 20 µs.
-    """
-    values = [value for value in tf.nest.flatten(after) if tf.is_tensor(value)]
-    with tf.control_dependencies(values), tf.device(_host_of(values)):
-        clock = tf.timestamp()
-    if independent:
-        run_independently(clock)
-    return clock
-
-
-def _host_of(values: Sequence[tf.Tensor]) -> str:
-    """The values' own device, if it is a CPU: what is on another one has to be sent to it."""
-    device = getattr(values[0], "device", "") if values else ""
-    return device if "CPU" in device.upper() else "/device:CPU:0"
+__all__ = ["Recorder", "StepNote"]
 
 
 class StepNote:
@@ -59,12 +37,15 @@ class StepNote:
     Args:
         gradient_norm: whether to compute the norm of the replica's own gradients.
         on_tpu: whether all is compiled, so that the inside of a step cannot be timed.
+        is_sampled: whether the clock is read in some steps only, by who asks for ``last_computed``.
     """
 
-    def __init__(self, *, gradient_norm: bool = False, on_tpu: bool = False) -> None:
+    def __init__(self, gradient_norm: bool = False, *, on_tpu: bool = False, is_sampled: bool = False) -> None:
         self._wants_norm = gradient_norm
         self._on_tpu = on_tpu
+        self._is_sampled = is_sampled
         self._parts: dict[int, dict[str, tf.Tensor]] = {}
+        self._computed: dict[int, Sequence[tf.Tensor]] = {}  # what is there last of what a part computes
         self._compiled: dict[str, tf.Tensor] = {}
 
     def loss(self, replica: int, value: tf.Tensor, *, is_logged: bool = False) -> None:
@@ -87,7 +68,13 @@ class StepNote:
             squares = tf.add_n([tf.reduce_sum(tf.square(tf.cast(value, tf.float32))) for value in dense])
             part["norm"] = tf.sqrt(squares) * tf.cast(factor, tf.float32)
         if not (self._on_tpu or in_xla()):
-            part["computed"] = _as_soon_as(_on_host(dense))
+            self._has_computed(replica, dense)
+
+    def _has_computed(self, replica: int, values: Sequence[tf.Tensor]) -> None:
+        """Note what shows that a replica has computed."""
+        self._computed[replica] = last_of(values)
+        if not self._is_sampled:
+            self._parts[replica]["computed"] = as_soon_as(on_host(values))
 
     def _here(self, replica: int) -> dict[str, tf.Tensor]:
         """What was noted in this graph: tensors inside of what XLA compiles are no good outside."""
@@ -116,8 +103,13 @@ class StepNote:
         loss = logs.get("loss") if isinstance(logs, dict) else None
         if "loss" not in part and loss is not None and len(loss.shape) == 0:
             part["loss"] = tf.cast(loss, tf.float32)
-        if "computed" not in part and not self._on_tpu:
-            part["computed"] = _as_soon_as(_on_host([part["loss"]] if "loss" in part else tf.nest.flatten(logs)))
+        if replica not in self._computed and not self._on_tpu:
+            self._has_computed(replica, [part["loss"]] if "loss" in part else tf.nest.flatten(logs))
+
+    @property
+    def last_computed(self) -> list[tf.Tensor]:
+        """What is there only when the replica has computed; nothing where its clock was read."""
+        return [] if not self._is_sampled else [value for values in self._computed.values() for value in values]
 
     def record(self) -> ReplicaRecord:
         """Return what the real replica records of its step.
@@ -132,9 +124,14 @@ class StepNote:
             values = [part.get(name, _UNKNOWN) for name in names]
         else:
             counts = [tf.cast(part["examples"], tf.float32) for part in parts]
-            examples = tf.add_n(counts)
-            values = [_mean([part.get(name, _UNKNOWN) for part in parts], counts, examples) for name in names]
+            total = examples = tf.add_n(counts)
+            values = [_mean([part.get(name, _UNKNOWN) for part in parts], counts, total) for name in names]
+            if self._is_sampled:  # where the record is made
+                with tf.device("/device:CPU:0"):
+                    examples = tf.add_n([part["examples"] for part in parts])
         numbers = [tf.convert_to_tensor(number) for number in (examples, *values)]
+        if self._is_sampled:
+            return ReplicaRecord(tf.constant(float("nan"), tf.float64), *numbers)
         if self._on_tpu:
             return ReplicaRecord(tf.constant(float("inf")), *numbers)
         computed = [part["computed"] for part in parts if "computed" in part]
@@ -145,11 +142,6 @@ class StepNote:
         return ReplicaRecord(computed_at, *numbers)
 
 
-def _as_soon_as(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Read the clock once values are available, whatever other replicas do."""
-    return now(values, independent=bool(values))
-
-
 _UNKNOWN = np.float32("nan")
 
 
@@ -158,48 +150,6 @@ def _mean(values: Sequence[tf.Tensor], counts: Sequence[tf.Tensor], total: tf.Te
         tf.where(count > 0, value * count, tf.zeros_like(count)) for value, count in zip(values, counts, strict=True)
     ]
     return tf.math.divide_no_nan(tf.add_n(weighted), total)
-
-
-def _on_host(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return tensors that are available only when ``values`` are computed, not just enqueued."""
-    if not values or all("CPU" in getattr(value, "device", "CPU").upper() or not value.device for value in values):
-        return list(values)
-    # Work of a GPU is done in order: the last value waits for all before it. One number of each is sent to the host.
-    last = [tf.reshape(value, [-1])[:1] for value in (values[0], *values[1:][-1:])]
-    with tf.device("/device:CPU:0"):
-        return [tf.identity(value) for value in last]
-
-
-def when_updated(
-    graph: tf.Graph, since: int, devices: Sequence[str], records: Sequence[ReplicaRecord]
-) -> list[tf.Tensor]:
-    """Read the clock of each replica's host once what a step assigns on the replica's device is assigned.
-
-    Args:
-        graph: where the step was traced.
-        since: how many ops it had before.
-        devices: of the L replicas. What is assigned elsewhere counts as the first one's.
-        records: of each, which count where nothing is assigned.
-    """
-    updates: list[list[tf.Operation]] = [[] for _ in devices]
-    index_of = {_place(device): index for index, device in enumerate(devices)}
-    for op in assigning(graph, since):
-        updates[index_of.get(_place(op.device), 0)].append(op)
-    clocks = []
-    for ops, device, record in zip(updates, devices, records, strict=True):
-        with (
-            tf.control_dependencies(ops or record.present),
-            tf.device(cpu_beside(device)),
-        ):
-            clocks.append(tf.timestamp())
-        run_independently(clocks[-1])
-    return clocks
-
-
-def _place(device: str) -> tuple[str | None, int | None]:
-    """Type and number of a device; names in a graph may be shorter than those of a strategy."""
-    spec = tf.DeviceSpec.from_string(device)
-    return spec.device_type, spec.device_index
 
 
 class _Pending:
@@ -300,17 +250,20 @@ class Recorder:
         if not pending.slices:
             return
         steps = _joined([part.steps for part in pending.slices], gradient_norm=self.gradient_norm)
-        end_of_step = steps.end.max(axis=1)
-        end_of_step_before = np.append(np.nan, end_of_step[:-1])
         last = np.cumsum(pending.num_steps) - 1  # of each execution
         first = np.append(0, last[:-1] + 1)
+        end = np.array([np.nan if end is None else float(end) for end in pending.ends])
+        end = np.where(np.isnan(end), steps.execution_end[last], end)
+        steps = with_all_clocks(steps, first, last, end)
+        end_of_step = steps.end.max(axis=1)
+        end_of_step_before = np.append(np.nan, end_of_step[:-1])
         is_first = np.zeros(len(end_of_step), bool)
         is_first[first] = True
         # Replica 0 may begin the next step while others update.
         begin = np.where(is_first, steps.begin, np.maximum(steps.begin, end_of_step_before))
-        batch_ready = np.maximum(steps.batch_ready, begin)
-        end = np.array([np.nan if end is None else float(end) for end in pending.ends])
-        end = np.fmax(np.where(np.isnan(end), steps.execution_end[last], end), end_of_step[last])
+        begin = np.minimum(begin, end_of_step)  # no GPU waits for the host to read its clock
+        batch_ready = np.clip(steps.batch_ready, begin, end_of_step)
+        end = np.fmax(end, end_of_step[last])
         waited_ahead = np.append(self._waited_ahead[kind], end - end_of_step[last])
         end_before = np.append(self._last_end[kind], end[:-1])
         self._waited_ahead[kind], self._last_end[kind] = waited_ahead[-1], end[-1]

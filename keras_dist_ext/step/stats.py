@@ -10,10 +10,11 @@ What the times of a step mean, on the host's clock:
 - ``sync_seconds``: from then until the step was over: waiting for other replicas, the sum over replicas, the update,
   and the metrics; before that, waiting until the other workers have a batch, too.
 
-They add up to ``step_seconds``. On CPUs a value is there when it is computed. On GPUs it is when it has reached the
-host, for which one number of each replica is copied a step. On a TPU, and where XLA compiles a whole step, the inside
-of a step cannot be timed: all of it counts as computing. Logical CPU devices of a process share its cores, so a
-replica's computing includes waiting for a core.
+They add up to ``step_seconds``. On CPUs a value is there when it is computed. On GPUs it is when the host has seen it,
+for which the host waits; so in executions of several steps two of 32 are timed, and the last two, and the others have
+times from these (``untimed_steps``): what was waited for their batches is their own, and their sum is right. On a TPU,
+and where XLA compiles a whole step, the inside of a step cannot be timed: all of it counts as computing. Logical CPU
+devices of a process share its cores, so a replica's computing includes waiting for a core.
 
 Letters: n = steps; R = replicas in sync, over all workers; L = replicas of this worker.
 """

@@ -1,5 +1,7 @@
 """Keep what steps have recorded, on the CPU of each replica's host, until it is read.
 
+What a GPU has computed in a loop stays on it (``sampled_table``).
+
 Letters: n = steps; L = replicas of this worker.
 """
 
@@ -13,8 +15,17 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from keras_dist_ext._keras.variables import NamedVariable
+from keras_dist_ext.step.sampled_table import SampledClocks, SampledTable
 
-__all__ = ["MAX_STEPS", "BufferSlice", "BufferedSteps", "ReplicaRecord", "StepBuffer", "StepRecord", "cpu_beside"]
+__all__ = [
+    "MAX_STEPS",
+    "BufferSlice",
+    "BufferedSteps",
+    "ReplicaRecord",
+    "StepBuffer",
+    "StepRecord",
+    "cpu_beside",
+]
 
 Table = npt.NDArray[np.float64]  # [n, columns], what a replica has recorded of several steps
 MAX_STEPS = 4096  # that there is room for in a buffer; if there are more, they are fetched before they are asked for
@@ -33,6 +44,11 @@ class ReplicaRecord(NamedTuple):
         """What it has, in order."""
         return tuple(number for number in self if number is not None)
 
+    @property
+    def of_gpu(self) -> tuple[tf.Tensor, ...]:
+        """Of these, what a GPU computes."""
+        return self.present[2:]
+
 
 class StepRecord(NamedTuple):
     """What is recorded of a step."""
@@ -42,6 +58,7 @@ class StepRecord(NamedTuple):
     begin: tf.Tensor
     batch_ready: tf.Tensor
     execution_end: tf.Tensor = np.float64("nan")  # when the execution was over, where its only step says so
+    sampled: Sequence[SampledClocks] = ()  # [L], in place of the replicas' clocks
 
 
 class BufferedSteps(NamedTuple):
@@ -59,6 +76,7 @@ class BufferedSteps(NamedTuple):
 
 # Columns of a table. The norm is there only where it is wanted; the step's are in the first replica's table alone.
 _OF_REPLICA = ("end", *ReplicaRecord._fields)
+_OF_HOST = ("end", "computed", "examples")  # of these, what is not left on a GPU
 _OF_STEP = ("begin", "batch_ready", "execution_end")
 
 
@@ -78,16 +96,24 @@ class StepBuffer:
     Args:
         devices: of the L replicas of this worker.
         gradient_norm: whether the norm of gradients is recorded.
+        gpus: of the replicas; where some have none, all is left on the host.
+
+    Attributes:
+        is_sampled: whether steps in loops leave their numbers on GPUs, and clocks are read in some of them only.
     """
 
-    def __init__(self, devices: Sequence[str], *, gradient_norm: bool) -> None:
+    def __init__(self, devices: Sequence[str], gradient_norm: bool, gpus: Sequence[str] = ()) -> None:
+        self.is_sampled = len(gpus) == len(devices)
         self._columns = _OF_REPLICA if gradient_norm else _OF_REPLICA[:-1]
         self._replicas: list[_ReplicaTable] = []
         for index, device in enumerate(devices):
             host, num_columns = cpu_beside(device), len(self._columns) + (len(_OF_STEP) if index == 0 else 0)
             with tf.init_scope(), tf.device(host):
                 table = NamedVariable(tf.zeros([MAX_STEPS, num_columns], tf.float64))
-                self._replicas.append(_ReplicaTable(host, table, NamedVariable(tf.constant(0))))
+                length = NamedVariable(tf.constant(0))
+                num_numbers = len(self._columns) - len(_OF_HOST)
+                sampled = SampledTable(gpus[index], host, MAX_STEPS, num_numbers) if self.is_sampled else None
+                self._replicas.append(_ReplicaTable(host, table, length, sampled))
         self._reading = _Reading()  # the next one
         self._num_steps = 0  # of executions that went well
         self._first_unread = 0
@@ -121,16 +147,21 @@ class StepBuffer:
         """
         of_step = [record.begin, record.batch_ready, record.execution_end]
         for replica, noted, end in zip(self._replicas, record.replicas, record.ends, strict=True):
-            numbers = [end, *noted.present, *of_step]
+            _write_row(replica, [end, *noted.present, *of_step], [end], loops=loops)
             of_step = []
-            with tf.device(replica.host), tf.control_dependencies([end]):
-                row = tf.stack([tf.cast(number, tf.float64) for number in numbers])
-                table, length = (
-                    variable.handle if loops or tf.executing_eagerly() else variable.handle_in_graph()
-                    for variable in (replica.table, replica.length)
-                )
-                place = tf.raw_ops.ResourceCountUpTo(resource=length, limit=MAX_STEPS, T=tf.int32)
-                tf.raw_ops.ResourceScatterUpdate(resource=table, indices=place, updates=row)
+
+    def write_sampled(self, record: StepRecord) -> None:
+        """Add the record of a step of a loop on GPUs, for which the host waits in some steps only.
+
+        What it records of its own is read before the step, or is known: the next step waits for nothing else of it.
+        """
+        of_step = [record.begin, record.batch_ready, record.execution_end]
+        for replica, noted, clocks in zip(self._replicas, record.replicas, record.sampled, strict=True):
+            assert replica.sampled is not None
+            unknown = [_UNKNOWN] * (len(self._columns) - len(_OF_HOST))
+            place = _write_row(replica, [_UNKNOWN, _UNKNOWN, noted.examples, *unknown, *of_step], (), loops=True)
+            replica.sampled.write(place, noted.of_gpu, clocks)
+            of_step = []
 
     def read(self) -> None:
         """Read the records of the executions that went well, but for those that were read before.
@@ -149,7 +180,7 @@ class StepBuffer:
                     "others would say is wrong. This is a fault of keras_dist_ext, please report it. Without these "
                     "callbacks nothing is recorded, and training continues."
                 )
-            reading.tables = [replica.table.value().numpy()[unread] for replica in self._replicas]
+            reading.tables = [replica.read(unread) for replica in self._replicas]
 
     def named(self, tables: Sequence[Table]) -> BufferedSteps:
         """Return what tables of this buffer's replicas hold, [L][n, columns], by name."""
@@ -167,6 +198,8 @@ class StepBuffer:
             for replica in self._replicas:
                 with tf.device(replica.host):
                     replica.length.assign(np.int32(0))
+                if replica.sampled is not None:
+                    replica.sampled.forget()
 
 
 class _ReplicaTable(NamedTuple):
@@ -175,6 +208,32 @@ class _ReplicaTable(NamedTuple):
     host: str
     table: NamedVariable
     length: NamedVariable  # how many there are
+    sampled: SampledTable | None
+
+    def read(self, part: slice) -> Table:
+        """Read some of its records."""
+        table: Table = self.table.value().numpy()[part]
+        if self.sampled is not None:
+            self.sampled.fill(table, part, len(_OF_HOST))
+        return table
+
+
+def _write_row(
+    replica: _ReplicaTable, numbers: Sequence[tf.Tensor], after: Sequence[tf.Tensor], *, loops: bool
+) -> tf.Tensor:
+    """Add a row to a replica's table, after something; return its place."""
+    with tf.device(replica.host), tf.control_dependencies(after):
+        row = tf.stack([tf.cast(number, tf.float64) for number in numbers])
+        table, length = (
+            variable.handle if loops or tf.executing_eagerly() else variable.handle_in_graph()
+            for variable in (replica.table, replica.length)
+        )
+        place = tf.raw_ops.ResourceCountUpTo(resource=length, limit=MAX_STEPS, T=tf.int32)
+        tf.raw_ops.ResourceScatterUpdate(resource=table, indices=place, updates=row)
+    return place
+
+
+_UNKNOWN = np.float64("nan")
 
 
 class _Reading:

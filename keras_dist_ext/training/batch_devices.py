@@ -61,6 +61,11 @@ class BatchDevices:
         with contextlib.nullcontext() if self._data is None else tf.device("/device:CPU:0"):
             return tf.logical_and(first, second)
 
+    @property
+    def are_of_gpu(self) -> bool:
+        """Whether the iterator gives its batches on a GPU."""
+        return self._data is not None and _is_gpu(self._data)
+
     def end_trace(self) -> None:
         """Keep the outputs of the function that is traced on their devices; called right before it returns."""
         if self._data is not None:

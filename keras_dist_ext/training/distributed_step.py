@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 
@@ -30,11 +31,12 @@ from keras_dist_ext.step.logs import (
 from keras_dist_ext.step.lone_replica import LoneReplica, is_first_of_worker
 from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.observer import StepObserver
-from keras_dist_ext.step.recorder import StepNote, now, when_updated
+from keras_dist_ext.step.recorder import StepNote
 from keras_dist_ext.step.reducers import Reducer, reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.step_buffer import ReplicaRecord, StepBuffer, StepRecord
+from keras_dist_ext.step.step_clocks import sampled_clocks, when_updated
 from keras_dist_ext.step.step_options import StepOptions
 from keras_dist_ext.step.step_plan import StepPlan
 from keras_dist_ext.step.virtual_replicas import run_virtual_replicas
@@ -91,7 +93,7 @@ class DistributedStep:
             ["/device:CPU:0"] if is_default_strategy(self.strategy) else list(self.strategy.extended.worker_devices)
         )
         self.gpus = accelerators(self.strategy)
-        self.buffer = StepBuffer(self.devices, gradient_norm=self._records_norm) if self._runtime.recorders else None
+        self.buffer = StepBuffer(self.devices, self._records_norm, self.gpus) if self._runtime.recorders else None
         self._guard = self._runtime.guard if kind == "train" else None
         self.loops = False  # whether what is traced makes several steps
         self._is_received = is_compiled  # or whether it was seen that it calls the hooks of Keras' own steps
@@ -162,20 +164,23 @@ class DistributedStep:
 
         batch = tree.map_structure(own, batch)
         rows = data.num_rows(batch)
-        options = StepOptions(
-            kind=self.kind,
-            pools_results=self._pools_results,
-            global_generator=self._global_generator,
-            exponents=self.exponents,
-            plan=self._plan,
-            observer=examination,
-        )
+        options = dataclasses.replace(self._options(), plan=self._plan, observer=examination)
         reducer = examination.reducer(reducer_of(self.model))
         step = ReplicaStep(self.model, rows, examination.origins.mark_replicated(rows), options, reducer, first_row=0)
         step.begin(batch)
         with use_global_seed_generator(self._global_generator), self._on_devices(), intercept(step):
             _, extra = self.run_user_step(step, batch)
         return extra
+
+    def _options(self) -> StepOptions:
+        """Return what holds for all of its steps, of one that is not recorded and has no plan."""
+        return StepOptions(
+            kind=self.kind,
+            pools_results=self._pools_results,
+            global_generator=self._global_generator,
+            exponents=self.exponents,
+            observer=self.observer,
+        )
 
     @property
     def plan(self) -> StepPlan:
@@ -208,13 +213,7 @@ class DistributedStep:
             The leaves of the logs that no metric holds.
         """
         extra: list[tf.Tensor] = []
-        options = StepOptions(
-            kind=self.kind,
-            pools_results=self._pools_results,
-            global_generator=self._global_generator,
-            exponents=self.exponents,
-            observer=self.observer,
-        )
+        options = self._options()
 
         def replica(rows: StepData) -> None:
             if not is_first_of_worker():
@@ -243,8 +242,18 @@ class DistributedStep:
         """Have the results of metrics in the step be those of all replicas, because it computes with them."""
         self._pools_results = self._plan.pools_results = True
 
+    @property
+    def samples_clocks(self) -> bool:
+        """Whether the clocks of a step that is traced now are read in some steps only."""
+        return self.loops and self.buffer is not None and self.buffer.is_sampled
+
     def run(
-        self, batch: StepData, times: tuple[tf.Tensor, tf.Tensor] | None = None, *, of_worker: bool = False
+        self,
+        batch: StepData,
+        times: tuple[tf.Tensor, tf.Tensor] | None = None,
+        *,
+        of_worker: bool = False,
+        is_timed: tf.Tensor | None = None,
     ) -> tuple[list[tf.Tensor], StepRecord | None]:
         """Run one step over all replicas.
 
@@ -252,28 +261,30 @@ class DistributedStep:
             batch: global, or per replica.
             times: when the step began and when its batch was there, if it is recorded.
             of_worker: whether the rows are this worker's own.
+            is_timed: where clocks are sampled, whether they are read in this step.
 
         Returns:
             Each local replica's leaves of the logs that no metric holds, and the step's record if there is one.
         """
         batch = data.without_optionals(batch)
         split = split_of(batch, of_worker=of_worker)
-        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        num_ops = 0 if graph is None else len(graph.get_operations())
+        num_ops = 0 if tf.executing_eagerly() else len(tf.compat.v1.get_default_graph().get_operations())
         with self._logs.noted_results():
-            there = None if times is None else times[1]
-            extra, noted = self.strategy.run(self._replica, args=(batch, split, there))
+            extra, noted, computed = self.strategy.run(self._replica, args=(batch, split, times and times[1]))
         local = self.strategy.experimental_local_results
         record = None
         if times is not None:
             replicas = [ReplicaRecord(*numbers) for numbers in zip(*map(local, noted), strict=True)]
-            ends = [now()] * len(replicas) if graph is None else when_updated(graph, num_ops, self.devices, replicas)
-            record = StepRecord(replicas, ends, *times)
+            if is_timed is None:
+                record = StepRecord(replicas, when_updated(num_ops, self.devices, replicas), *times)
+            else:
+                clocks = sampled_clocks(num_ops, self.gpus, replicas, [*map(local, computed)], is_timed)
+                record = StepRecord(replicas, (), *times, sampled=clocks)
         return [part for value in extra for part in local(value)], record
 
     def _replica(
         self, batch: StepData, split: Split, there: tf.Tensor | None = None
-    ) -> tuple[list[tf.Tensor], tuple[tf.Tensor, ...]]:
+    ) -> tuple[list[tf.Tensor], tuple[tf.Tensor, ...], list[tf.Tensor]]:
         """Run the user's step on this replica's rows.
 
         Args:
@@ -281,29 +292,19 @@ class DistributedStep:
             split: what it is split from.
             there: when the batch was there, if the step is recorded.
         """
-        if there is not None and split is Split.NONE:
+        if there is not None and split is Split.NONE and not self.samples_clocks:
             batch = after(there, batch)
         note = None
         if self.buffer is not None:
             on_tpu = isinstance(self.strategy, tf.distribute.TPUStrategy)
-            note = StepNote(gradient_norm=self._records_norm, on_tpu=on_tpu)
+            note = StepNote(self._records_norm, on_tpu=on_tpu, is_sampled=self.samples_clocks)
         guard = None if self._guard is None else self._guard.step()
-        options = StepOptions(
-            kind=self.kind,
-            pools_results=self._pools_results,
-            global_generator=self._global_generator,
-            note=note,
-            guard=guard,
-            exponents=self.exponents,
-            observer=self.observer,
-            plan=self._plan,
-            draws=self._plan.draws,
-        )
+        options = dataclasses.replace(self._options(), note=note, guard=guard, plan=self._plan, draws=self._plan.draws)
         with once_read(batch) if self.is_split else contextlib.nullcontext():
             extra = self._extra_of_replica(batch, split, options)
         if guard is not None:
             guard.end()
-        return extra, () if note is None else note.record().present
+        return extra, *(((), []) if note is None else (note.record().present, note.last_computed))
 
     def _extra_of_replica(self, batch: StepData, split: Split, options: StepOptions) -> list[tf.Tensor]:
         with use_global_seed_generator(self._global_generator), self._on_devices():

@@ -10,8 +10,8 @@ import tensorflow as tf
 from keras_dist_ext._keras.tapes import unrecorded_loop
 from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.step.graphs import assigning
-from keras_dist_ext.step.recorder import now
 from keras_dist_ext.step.step_buffer import StepRecord
+from keras_dist_ext.step.step_clocks import now
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.batch_clock import after
 from keras_dist_ext.training.batch_devices import BatchDevices
@@ -19,6 +19,10 @@ from keras_dist_ext.training.batch_split import is_per_replica
 from keras_dist_ext.training.distributed_step import DistributedStep
 
 __all__ = ["EagerLoops", "StepLoops"]
+
+TIMED_EVERY = 32
+"""Steps of a loop on GPUs of which two are timed, for which they stand still: 170 to 400 us each on one H100, and so 11
+to 25 us a step (benchmarks/results/2026-11-28-h100.md)."""
 
 
 class StepLoops:
@@ -84,7 +88,11 @@ class StepLoops:
         num_carried = len(ahead.shapes)
 
         def body(i: tf.Tensor, *others: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            extra = self._recorded(lambda: ahead.batch(others, iterator.get_next), is_ahead=bool(num_carried))
+            extra = self._recorded(
+                lambda: ahead.batch(others, iterator.get_next),
+                is_ahead=bool(num_carried),
+                is_timed=self._is_timed(i, num_steps),
+            )
             following = ahead.following(lambda: i + 1 < num_steps, iterator.get_next)
             self._devices.end_trace()
             return (i + 1, *following, *extra)
@@ -114,7 +122,9 @@ class StepLoops:
         def body(i: tf.Tensor, optional: tf.experimental.Optional, *others: tf.Tensor) -> tuple[tf.Tensor, ...]:
             pull = devices.beside_data(optional).get_value
             with _then() as then:
-                extra = self._recorded(lambda: ahead.batch(others, pull), is_ahead=True)
+                extra = self._recorded(
+                    lambda: ahead.batch(others, pull), is_ahead=True, is_timed=self._is_timed(i, num_steps)
+                )
             with contextlib.nullcontext() if num_carried else then():
                 following = devices.beside_data(iterator.get_next_as_optional())
             sent = ahead.following(
@@ -152,15 +162,32 @@ class StepLoops:
         reported.set_shape([])
         return reported
 
-    def _recorded(self, pull: Callable[[], StepData], *, is_ahead: bool = False) -> list[tf.Tensor]:
+    def _recorded(
+        self, pull: Callable[[], StepData], *, is_ahead: bool = False, is_timed: tf.Tensor | None = None
+    ) -> list[tf.Tensor]:
         """Run a step, leave its record in the buffer, and return its part of the logs."""
-        extra, record = self._step.run(*self._timed(pull, is_ahead=is_ahead))
+        extra, record = self._step.run(*self._timed(pull, is_ahead=is_ahead), is_timed=is_timed)
         self._write(record)
         return extra
 
+    def _is_timed(self, i: tf.Tensor, num_steps: tf.Tensor) -> tf.Tensor | None:
+        """Whether the clocks of a step of a loop are read; None if they are in all.
+
+        They are in two steps of ``TIMED_EVERY``: when the second could begin, the first has told. So are the last two
+        of an execution, at whose end the host waits for the devices anyway.
+        """
+        if self._step.buffer is None or not self._step.samples_clocks:
+            return None
+        with tf.device("/device:CPU:0"):
+            return tf.logical_or(i % TIMED_EVERY >= TIMED_EVERY - 2, i >= num_steps - 2)
+
     def _write(self, record: StepRecord | None) -> None:
         """Leave the record of a step in the buffer, if there is one."""
-        if self._step.buffer is not None and record is not None:
+        if self._step.buffer is None or record is None:
+            return
+        if record.sampled:
+            self._step.buffer.write_sampled(record)
+        else:
             self._step.buffer.write(record, loops=self._step.loops)
 
     def _when(self, there: TensorNest) -> tf.Tensor | None:
@@ -174,6 +201,10 @@ class StepLoops:
         if self._step.buffer is None:
             return pull(), None
         begin = now(independent=True)
+        if self._step.samples_clocks:  # a GPU that waits for the host does so until it has done all it was given
+            batch = pull()
+            is_there = is_ahead or self._devices.are_of_gpu
+            return batch, (begin, begin if is_there else now(batch, independent=True))
         with tf.control_dependencies([begin]):
             batch = pull()
         if is_ahead:

@@ -15,8 +15,8 @@ import pytest
 import resume_runs as runs
 import tensorflow as tf
 from cases import rotating
+from executed_graphs import graphs_executed_by
 from strategies import Strategies
-from tensorflow.python.eager import context
 
 import keras_dist_ext as kde
 from keras_dist_ext.strategy.pick import pick_strategy
@@ -201,18 +201,15 @@ def test_no_batch_comes_back_from_the_gpu_in_a_loop(
     length: str, gpu: tf.distribute.Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TensorFlow is to place on the GPU all that no device was named for, as it does where there is one."""
-    graphs = []
     with tf.device("/device:CPU:2"):  # the data's
         data = batched(X, Y, repeats=None if length == "unknown" else 4)
     model = ours(gpu, jit_compile=False)
-    context.context().enable_graph_collection()
-    context.enable_run_metadata()
-    try:
+
+    def train() -> None:
         with tf.device(GPU):
             model.fit(data, steps_per_epoch=20, epochs=1, verbose=0)
-        graphs = context.context().export_run_metadata().function_graphs
-    finally:
-        context.disable_run_metadata()
+
+    graphs = graphs_executed_by(train)
     loops = [part for graph in graphs for part in graph.partition_graphs if _loops(graph)]
     assert loops
     sends = [node for part in loops for node in part.node if node.op == "_Send" and _in_body(node)]
