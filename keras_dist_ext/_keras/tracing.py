@@ -186,15 +186,15 @@ def capture_thread_context(
     return enter
 
 
-def run_independently(value: tf.Tensor) -> None:
-    """Let the stateful op that makes a tensor run as soon as its inputs are there, while a function is traced.
+def run_independently(value: tf.Tensor | tf.Operation) -> None:
+    """Let a stateful op, or the one that makes a tensor, run as soon as its inputs are there, while it is traced.
 
     Stateful ops without a resource run in the order in which they were traced, those of one replica after those of the
     replicas before it (python/framework/auto_control_deps.py, `run_independently`).
     """
     manager = getattr(tf.compat.v1.get_default_graph(), "experimental_acd_manager", None)
     if manager is not None and not tf.executing_eagerly():
-        manager.run_independently(value.op)
+        manager.run_independently(value if isinstance(value, tf.Operation) else value.op)
 
 
 def return_in_place() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from keras_dist_ext._keras.tracing import run_independently
 from keras_dist_ext.errors import DataError
 
 __all__ = ["as_data_errors", "require"]
@@ -28,7 +29,9 @@ def require(condition: tf.Tensor, message: str, *numbers: tf.Tensor) -> tf.Opera
         DataError: it is computed now, and does not hold; in a graph, when the graph runs within ``as_data_errors``.
     """
     if not tf.executing_eagerly():
-        return tf.debugging.Assert(condition, [f"DataError: {message}", *(numbers or [0])])
+        check = tf.debugging.Assert(condition, [f"DataError: {message}", *(numbers or [0])])
+        run_independently(check)  # or a replica's checks wait for those of the replicas before it
+        return check
     if not condition:
         raise DataError(message.format(*map(int, numbers)))
     return None

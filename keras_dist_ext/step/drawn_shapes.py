@@ -45,7 +45,9 @@ def static_shape(shape: TensorNest) -> tf.TensorShape:
     if shape.shape.num_elements() is None:
         return tf.TensorShape(None)
     known = tf.get_static_value(shape, partial=True)
-    return tf.TensorShape([None] * shape.shape.num_elements() if known is None else known.tolist())
+    if known is not None:
+        return tf.TensorShape(known.tolist())
+    return tf.zeros(shape).shape  # of which TensorFlow knows more; no zeros are made, since nothing needs them
 
 
 def has_examples(noted: NotedDraw, static: tf.TensorShape, *, of_one_batch: bool) -> bool:

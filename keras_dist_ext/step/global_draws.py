@@ -167,7 +167,7 @@ def draw_rows(
     first = tf.cast(rows.first, tf.int64)
     if per_row is not None and per_row % group == 0:  # so each row begins with a group
         with tf.name_scope(_SCOPE):
-            return draw(shape, _advanced(counter, first, per_row // group * values))
+            return draw(shape, _advanced(counter, first, per_row // group * values), name=None)
     sizes = tf.cast(shape, tf.int64)
     before = first * tf.reduce_prod(sizes[1:])
     count = tf.reduce_prod(sizes)

@@ -119,6 +119,36 @@ def test_replicas_draw_what_one_device_draws(run: str) -> None:
 
 
 @pytest.mark.rotating
+def test_a_replica_draws_in_the_shape_of_its_rows_and_waits_for_no_other() -> None:
+    with strategies.get("mirrored2").scope():
+        model = kde.Sequential([keras.Input((8,))])
+        for _ in range(2):
+            model.add(layers.Dense(8))
+            model.add(layers.Dropout(0.5))
+        model.compile("sgd", "mse", jit_compile=False)
+    x = np.zeros((12, 8), "float32")
+    model.fit(x, x, batch_size=4, verbose=0, shuffle=False, callbacks=[kde.ReplicaSeeds(1, draws="global")])
+    (graph,) = model.train_function.program.graphs()
+    (loop,) = [op for op in graph.get_operations() if op.type == "While"]
+    body = graph._get_function(loop.get_attr("body").name).graph
+    drawing = [op for op in body.get_operations() if op.type == "StatelessRandomUniformV2"]
+    assert [op.outputs[0].shape.rank for op in drawing] == [2] * 4
+    waited_for = [{op for op in _before(drawn) if op.type == "StatelessRandomUniformV2"} for drawn in drawing]
+    assert [len(others) for others in waited_for] == [0, 1, 0, 1]
+
+
+def _before(op: tf.Operation) -> set[tf.Operation]:
+    found: set[tf.Operation] = set()
+    left = [op]
+    while left:
+        current = left.pop()
+        others = {*(value.op for value in current.inputs), *current.control_inputs} - found
+        found |= others
+        left += others
+    return found
+
+
+@pytest.mark.rotating
 def test_draws_by_replica_are_not_those_of_one_device() -> None:
     ours, expected = trained("mirrored2", NOISE, draws="replica"), of_one_device(NOISE)
     assert max(np.abs(one - other).max() for one, other in zip(ours, expected, strict=True)) > 1e-2
