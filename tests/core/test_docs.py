@@ -16,7 +16,8 @@ PAGES = sorted(
     for pattern in ("README.md", "tests/*.md", "benchmarks/**/*.md", "keras_dist_ext/**/*.md")
     for path in ROOT.glob(pattern)
 )
-CHEAP_PAGES = ["README.md", "keras_dist_ext/docs/guide/several_processes.md"]  # others take 4 to 10 s each
+# Others take 4 to 10 s each, and have their turn.
+MARKS = {"README.md": (), "keras_dist_ext/docs/guide/several_processes.md": pytest.mark.slow}
 TEXT_OF = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 README = TEXT_OF["README.md"]
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -74,7 +75,7 @@ def test_the_number_of_cases_is_that_of_the_table():
 @pytest.mark.parametrize(
     "page",
     [
-        page if page in CHEAP_PAGES else pytest.param(page, marks=pytest.mark.rotating(turns=2))
+        pytest.param(page, marks=MARKS.get(page, pytest.mark.rotating(turns=2)))
         for page in PAGES
         if "```python" in TEXT_OF[page]
     ],

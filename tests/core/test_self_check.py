@@ -304,7 +304,9 @@ ON_BATCHES: dict[str, tuple[Callable[[], Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", rotating(ON_BATCHES, ["training by a contrastive loss", "evaluation by a maximum"]))
+@pytest.mark.parametrize(
+    "name", rotating(ON_BATCHES, ["evaluation by a maximum"], slow=["training by a contrastive loss"])
+)
 def test_batches_that_are_given_by_themselves_are_checked_once_from_the_first_of_several_examples(mirrored, name):
     make, call, message = ON_BATCHES[name]
     with mirrored.scope():

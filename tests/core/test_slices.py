@@ -56,7 +56,7 @@ def test_copies_of_a_large_embedding_stay_equal_to_the_bit(optimizer: str, mirro
     assert copies_differ(trained(kde, mirrored, optimizer, words)) == []
 
 
-@pytest.mark.parametrize("gpus", [True, False], ids=["as on GPUs", "on CPUs"])
+@pytest.mark.parametrize("gpus", [pytest.param(True, marks=pytest.mark.slow), False], ids=["as on GPUs", "on CPUs"])
 @pytest.mark.parametrize("optimizer", rotating(OPTIMIZERS, ["Adam, clipped"]))
 def test_duplicates_are_added_up_where_one_device_adds_them_up(
     optimizer: str, gpus: bool, mirrored: Any, monkeypatch: pytest.MonkeyPatch

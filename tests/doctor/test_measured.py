@@ -32,6 +32,7 @@ class Predicts(keras.callbacks.Callback):  # type: ignore[misc]
             self.model.predict(np.zeros((64, 4), "float32"), verbose=0)
 
 
+@pytest.mark.slow
 def test_predicting_after_each_epoch_is_the_callbacks_fault_and_not_retracing() -> None:
     model = kde.Sequential([keras.Input((4,)), L.Dense(1)])
     model.compile("sgd", "mse")

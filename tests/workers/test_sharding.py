@@ -114,7 +114,7 @@ def global_seed(request: pytest.FixtureRequest) -> Iterator[None]:
     tf.random.set_seed(None)
 
 
-@pytest.mark.parametrize("name", ["examples", "batches", "arrays", "PyDataset"])
+@pytest.mark.parametrize("name", ["examples", "batches", "arrays", pytest.param("PyDataset", marks=pytest.mark.slow)])
 def test_the_order_follows_from_the_seed_and_is_another_in_each_pass(
     name: str, mirrored: Any, global_seed: None
 ) -> None:
