@@ -328,7 +328,7 @@ def by_tf_keras(row: Row, index: int) -> Train:
 
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    data = batches_of(dataclasses.replace(case, batch_size=ROWS_OF_WORKER)).with_options(options)
+    data = batches_of(case).with_options(options)  # of the global batch, of which TensorFlow gives each worker its rows
     return _timed_fit(model, strategy.experimental_distribute_dataset(data), EpochTimes())
 
 
@@ -341,7 +341,7 @@ def by_hand(row: Row, index: int) -> Train:
     case = case_of(row)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    data = batches_of(dataclasses.replace(case, batch_size=ROWS_OF_WORKER)).with_options(options)
+    data = batches_of(case).with_options(options)  # of the global batch, of which TensorFlow gives each worker its rows
     return prepare_floor(Classes(keras.Model, keras.Sequential), case, strategy, data)
 
 

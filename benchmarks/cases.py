@@ -291,6 +291,10 @@ def prepare_floor(classes: Classes, case: Case, strategy: Any, dataset: Any) -> 
     loss_of_rows = keras.losses.get(case.loss)
     iterator = iter(strategy.experimental_distribute_dataset(dataset))
     _KEPT.append(iterator)
+    parts = strategy.experimental_local_results(next(iterator)[0])
+    rows = sum(len(part) for part in parts) * strategy.num_replicas_in_sync // len(parts)
+    if rows != case.batch_size:
+        raise ValueError(f"the loop has {rows} rows a step, and others {case.batch_size}")
 
     def step(x: Any, y: Any) -> None:
         with tf.GradientTape() as tape:
