@@ -17,9 +17,9 @@ from tensorflow.python.ops import handle_data_util
 
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.interception import put
-from keras_dist_ext._keras.strategies import is_default_strategy
+from keras_dist_ext._keras.strategies import first_replica, is_default_strategy
 from keras_dist_ext._keras.tracing import run_independently
-from keras_dist_ext.aliases import Original
+from keras_dist_ext.aliases import Original, TensorNest
 from keras_dist_ext.errors import ScopeError
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "parameter_server_variable",
     "move_variable",
     "initialize_again",
+    "counts_initial_value_often",
     "NamedVariable",
     "variables_of_module",
     "without_aggregation",
@@ -248,3 +249,94 @@ def unread(variable: tf.Variable) -> str:
 for _name in ("assign", "assign_add", "assign_sub"):
     _original = getattr(distribute_values.SyncOnReadVariable, _name)
     put(distribute_values.SyncOnReadVariable, _name, _assigning_nothing(_original))
+
+
+# Sums of which each replica holds a part: TensorFlow gives the initial value to each, so that it is read times their
+# number, and divides among them what it assigns and restores, which integers do not survive. Here the first holds it.
+
+_SUM = tf.VariableAggregation.SUM
+_made: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()  # variables are not hashable
+
+
+def counts_initial_value_often(variable: tf.Variable) -> bool:
+    """Whether such a variable was made before this module was there, and each replica may hold its initial value."""
+    if not _is_sum(variable) or _made.get(id(variable)) is variable or len(variable.values) == 1:
+        return False
+    parts = [part.numpy() for part in variable.values]
+    return bool(parts[0].any()) and all((part == parts[0]).all() for part in parts)
+
+
+def _is_sum(variable: tf.Variable) -> bool:
+    return isinstance(variable, distribute_values.SyncOnReadVariable) and variable.aggregation == _SUM
+
+
+def _on_first(variable: tf.Variable, method: str, value: TensorNest, *, clears: bool) -> list[tf.Variable | tf.Tensor]:
+    """Call a method of the first replica's part; give those of the others nothing.
+
+    Args:
+        variable: a sum.
+        method: ``assign``, ``assign_add`` or ``assign_sub``.
+        value: that it takes.
+        clears: whether the others lose what they hold.
+    """
+    value = tf.cast(value, variable.dtype)
+    first = first_replica(variable.distribute_strategy)
+    done = []
+    for number, part in enumerate(variable.values):
+        with tf.device(part.device):
+            if not first + number:
+                done.append(getattr(part, method)(value))
+            elif clears:
+                done.append(part.assign(tf.zeros_like(part)))
+    return done
+
+
+def _make(original: Original) -> Original:
+    @functools.wraps(original)
+    def make(*args: object, **kwargs: object) -> tf.Variable:
+        variable = original(*args, **kwargs)
+        if _is_sum(variable) and tf.executing_eagerly():  # else a function makes it, which is lifted out of its graph
+            first = first_replica(variable.distribute_strategy)
+            for part in variable.values[0 if first else 1 :]:
+                part.assign(tf.zeros_like(part))
+            _made[id(variable)] = variable
+        return variable
+
+    return make
+
+
+def _assign(method: str) -> Original:
+    def replace(original: Original) -> Original:
+        @functools.wraps(original)
+        def assign(variable: tf.Variable, value: TensorNest, read_value: bool = True) -> tf.Tensor | None:
+            if not _is_sum(variable):
+                return original(variable, value, read_value=read_value)
+            done = _on_first(variable, method, value, clears=method == "assign")
+            with tf.control_dependencies([] if tf.executing_eagerly() else done):
+                return variable.read_value() if read_value else tf.group(*done)
+
+        return assign
+
+    return replace
+
+
+def _restore(original: Original) -> Original:
+    @functools.wraps(original)
+    def restore(variable: tf.Variable, tensor: tf.Tensor, aggregation: tf.VariableAggregation) -> tf.Operation | None:
+        if not _is_sum(variable):
+            return original(variable, tensor, aggregation)
+        done = _on_first(variable, "assign", tensor, clears=True)
+        return None if tf.executing_eagerly() else tf.group(*done)
+
+    return restore
+
+
+# tensorflow/python/distribute/mirrored_strategy.py, values.py: each is asked for in its module where it is called.
+for _owner, _name, _replace in (
+    (distribute_utils, "create_mirrored_variable", _make),
+    (distribute_values.values_util, "on_read_assign_cross_replica", _assign("assign")),
+    (distribute_values.values_util, "on_read_assign_add_cross_replica", _assign("assign_add")),
+    (distribute_values.values_util, "on_read_assign_sub_cross_replica", _assign("assign_sub")),
+    (distribute_values.values_util, "get_on_read_restore_ops", _restore),
+):
+    put(_owner, _name, _replace(getattr(_owner, _name)))

@@ -23,13 +23,14 @@ from keras_dist_ext._keras.strategies import (
     strategy_of_optimizer,
     strategy_of_variable,
 )
-from keras_dist_ext._keras.variables import variables_of_module
+from keras_dist_ext._keras.variables import Variable, counts_initial_value_often, tf_variable, variables_of_module
 from keras_dist_ext.errors import ScopeError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.given import checked_strategy
 
 __all__ = [
     "check_scope",
+    "check_sums",
     "report_scope",
     "ScopeReport",
     "ScopeEntry",
@@ -330,6 +331,28 @@ def raw_variables(layer: keras.Layer) -> Iterator[tuple[str, tf.Variable]]:
             pending.extend((f"{name}/{index}", item) for index, item in enumerate(value))
         elif isinstance(value, dict):
             pending.extend((f"{name}/{key}", item) for key, item in value.items())
+
+
+def check_sums(model: keras.Model) -> None:
+    """Refuse a sum of which each replica holds its initial value, as TensorFlow makes it without this package.
+
+    Raises:
+        ScopeError: there is one.
+    """
+    held: list[tuple[str, Variable]] = [
+        (f"{layer.path or layer.name}/{name}", variable)
+        for layer in flat_layers(model)
+        for name, variable in raw_variables(layer)
+    ]
+    held += [(variable.path, variable) for variable in [*model.variables, *getattr(model, "metrics_variables", ())]]
+    often = [name for name, variable in held if counts_initial_value_often(tf_variable(variable))]
+    if often:
+        raise ScopeError(
+            f"Each replica of '{model.name}' holds the whole value of {', '.join(often[:LISTED])}, of which it is to "
+            "hold a part (ON_READ, SUM), so that it is read times the number of replicas: TensorFlow made it so before "
+            "keras_dist_ext was imported. Import kde.Model above the lines that make it "
+            "(`from keras_dist_ext import Model`), or assign its value in the strategy's scope: variable.assign(value)."
+        )
 
 
 def move_into_scope(thing: keras.optimizers.Optimizer | keras.Metric) -> None:

@@ -61,6 +61,7 @@ def describe(
     *,
     given_to: str = "compile",
     added_up: Collection[str] = (),
+    sums_on_read: Sequence[str] = (),
 ) -> str:
     """Describe what differs.
 
@@ -72,6 +73,7 @@ def describe(
         deviations: beyond rounding.
         given_to: what takes the argument ``check``.
         added_up: names of state of which TensorFlow adds up what the replicas assign.
+        sums_on_read: names of that of which each replica holds its own part.
     """
     by_part = {part: [d for d in deviations if d.part == part] for part in _KINDS}
     if by_part["gradient"]:
@@ -87,9 +89,14 @@ def describe(
     of_sums = [d for d in by_part["state"] if d.name in added_up]
     if of_sums:
         advice.append(
-            f"Of what replicas assign to {_names(of_sums)}, TensorFlow makes the sum, so that a number that all assign "
-            "alike, such as a count of steps, counts once for each: make it with "
+            f"Of what replicas assign to {_first([d.name for d in of_sums])}, TensorFlow makes the sum, so that a "
+            "number that all assign alike, such as a count of steps, counts once for each: make it with "
             "aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA, or MEAN."
+        )
+    if sums_on_read and parts - {"state"}:
+        advice.append(
+            f"Where the step reads {_first(sums_on_read)}, each replica has its own part of the sum there: read it "
+            "after the step, as in a callback; what a step reads is state made by add_weight."
         )
     return (
         f"'{model}' {_VERBS[kind][0]} on {num_replicas} replicas as on one device. One step on {num_examples} "
@@ -128,9 +135,9 @@ def _listed(kind: str, deviations: Sequence[Deviation]) -> str:
     return f"{kind} {names}{f' and {rest} more' if rest > 0 else ''}"
 
 
-def _names(deviations: Sequence[Deviation]) -> str:
-    rest = len(deviations) - _LISTED
-    return f"{', '.join(d.name for d in deviations[:_LISTED])}{f' and {rest} more' if rest > 0 else ''}"
+def _first(names: Sequence[str]) -> str:
+    rest = len(names) - _LISTED
+    return f"{', '.join(names[:_LISTED])}{f' and {rest} more' if rest > 0 else ''}"
 
 
 def _percent(relative: float) -> str:

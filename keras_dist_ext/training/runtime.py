@@ -22,7 +22,7 @@ from keras_dist_ext.step.reduce import keep_on_first_replica, sum_components
 from keras_dist_ext.step.seeds import Seeds
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.step_plan import StepPlan
-from keras_dist_ext.strategy.scope import move_into_scope, optimizers
+from keras_dist_ext.strategy.scope import check_sums, move_into_scope, optimizers
 from keras_dist_ext.strategy.virtual import num_replicas_of
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.batch_spec import has_static_rows
@@ -153,13 +153,14 @@ class ReplicaRuntime:
         self.check_layers(kind)
 
     def check_layers(self, kind: RunKind) -> None:
-        """Refuse or warn of layers that need all examples of a batch, where each replica has only some.
+        """Refuse or warn of layers that need all examples of a batch, or all of a sum, where each replica has some.
 
         Args:
             kind: of the steps that are about to be made.
         """
         if num_replicas_of(self.model) == 1 or isinstance(self.strategy, tf.distribute.ParameterServerStrategy):
             return
+        check_sums(self.model)
         if self.batch_statistics == "global":
             check_layers(self.model)
         check_whole_batch_layers(self.model, kind, exact=self.exact)

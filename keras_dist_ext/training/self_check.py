@@ -32,7 +32,7 @@ from keras_dist_ext.training.few_rows import first_rows, rows_of_chief
 from keras_dist_ext.training.prediction import PredictProgram
 from keras_dist_ext.training.prediction_comparison import compare_predictions
 from keras_dist_ext.training.runtime import ReplicaRuntime
-from keras_dist_ext.training.step_comparison import Prepare, compare_step, state_added_up
+from keras_dist_ext.training.step_comparison import Prepare, compare_step, state_added_up, sums_on_read
 
 __all__ = ["check_metrics", "check_prediction", "check_step", "has_rows_to_check"]
 
@@ -141,8 +141,16 @@ def _check(
     count = int(num_rows(rows))
     message = ""
     if found:
-        added_up = state_added_up(model)
-        message = describe(model.name, kind, num_replicas, count, found, given_to=given_to, added_up=added_up)
+        message = describe(
+            model.name,
+            kind,
+            num_replicas,
+            count,
+            found,
+            given_to=given_to,
+            added_up=state_added_up(model),
+            sums_on_read=sums_on_read(model),
+        )
     if workers is not None:
         message = workers.broadcast_bytes(message.encode()).decode()
     if message and (runtime.check == "raise" or runtime.exact):

@@ -42,7 +42,7 @@ from keras_dist_ext.training.deviations import (
 from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.snapshot import kept_numbers, kept_state
 
-__all__ = ["Prepare", "compare_step", "state_added_up"]
+__all__ = ["Prepare", "compare_step", "state_added_up", "sums_on_read"]
 
 Prepare = Callable[[Exception], None]
 _Traced = Callable[[StepData], tuple[TensorNest, dict[str, tf.Tensor]]]  # logs, and gradients by their variable's id
@@ -289,6 +289,12 @@ def state_added_up(model: keras.Model) -> frozenset[str]:
     held = [*_compared(model), *_parts_of_sums(model)]
     total = tf.VariableAggregation.SUM
     return frozenset(name for (_, name), variable in held if tf_variable(variable).aggregation == total)
+
+
+def sums_on_read(model: keras.Model) -> list[str]:
+    """Return the names of the state of which each replica holds its own part of a sum."""
+    total = tf.VariableAggregation.SUM
+    return [name for (_, name), variable in _parts_of_sums(model) if variable.aggregation == total]
 
 
 def _put_on_first(variable: tf.Variable, *, is_chief: bool) -> None:

@@ -607,6 +607,23 @@ def test_variables_with_an_aggregation_are_checked(mirrored, name):
 
 
 @pytest.mark.rotating
+@pytest.mark.checks_fit
+def test_a_sum_that_a_step_reads_before_it_is_added_up_is_named_with_what_to_do(mirrored):
+    class Scaled(kde.Model):
+        def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any) -> Any:
+            return tf.reduce_mean(tf.square(y - y_pred)) * self.seen
+
+    with mirrored.scope():
+        model = counting(kde.Model, "a sum of rows, added up when read")
+        scaled = stack(Scaled)
+        scaled.seen = model.seen
+        scaled.seen.assign(5.0)
+        scaled.compile("sgd", "mse")
+    (said,) = said_in(scaled, lambda model: model.fit(data(), verbose=0))
+    assert re.search("Where the step reads net/seen, each replica has its own part .* add_weight", said)
+
+
+@pytest.mark.rotating
 def test_a_number_that_counts_once_or_for_each_replica_is_an_error_that_says_so(mirrored):
     AGGREGATED["unknown"] = ("SUM", "ON_WRITE", lambda x: 1.0, "")
     with mirrored.scope():

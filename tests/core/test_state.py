@@ -10,8 +10,10 @@ import pytest
 import tensorflow as tf
 from cases import rotating
 from keras import layers, ops
+from tensorflow.python.distribute import distribute_utils
 
 import keras_dist_ext as kde
+from keras_dist_ext._keras.interception import patched
 from keras_dist_ext._keras.variables import components
 from keras_dist_ext.training.snapshot import kept_state
 
@@ -310,14 +312,18 @@ ON_READ = tf.VariableSynchronization.ON_READ
 class Seen(layers.Layer):
     """Counts examples in a variable of which each replica holds its own part."""
 
-    def __init__(self, aggregation: Any = tf.VariableAggregation.SUM) -> None:
+    def __init__(self, aggregation: Any = tf.VariableAggregation.SUM, initial: int = 0, dtype: str = "float32") -> None:
         super().__init__()
         self.count = tf.Variable(
-            0.0, trainable=False, synchronization=ON_READ, aggregation=aggregation, name="examples_seen"
+            tf.cast(initial, dtype),
+            trainable=False,
+            synchronization=ON_READ,
+            aggregation=aggregation,
+            name="examples_seen",
         )
 
     def call(self, x: Any) -> Any:
-        self.count.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
+        self.count.assign_add(tf.cast(tf.shape(x)[0], self.count.dtype))
         return x
 
 
@@ -363,6 +369,83 @@ def test_sums_of_which_each_replica_holds_a_part_are_those_of_one_device(mirrore
     assert float(values[1][2]) == 25 + 9
     for one, other in zip(*values, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+class Began(keras.metrics.Metric):
+    """A sum that does not begin at zero, and is reset to what it began with."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__(name="began", dtype=dtype)
+        self.total = self.add_variable((), initializer="ones", name="total")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign(self.total + ops.cast(ops.shape(y_true)[0], self.total.dtype))
+
+    def result(self) -> Any:
+        return self.total
+
+    def reset_state(self) -> None:
+        self.total.assign(1)
+
+
+def counted_from_five(library: Any, strategy: Any, dtype: str, folder: Any) -> list[float]:
+    """What two sums are that do not begin at zero, wherever that can be seen."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        seen = Seen(initial=5, dtype=dtype)
+        model = functional(library, seen)
+        metric = Began(dtype)
+        model.compile("sgd", "mse", metrics=[metric])
+    found = [seen.count.numpy(), metric.total.numpy()]
+    found += model.fit(X[:25], Y[:25], batch_size=8, shuffle=False, verbose=0).history["began"]
+    found += [seen.count.numpy(), metric.total.numpy()]
+    checkpoint = tf.train.Checkpoint(seen=seen.count)
+    path = checkpoint.write(str(folder / "seen"))
+    seen.count.assign(tf.cast(7, dtype))
+    found += [seen.count.numpy(), *model.evaluate(X[:9], Y[:9], verbose=0)[1:], seen.count.numpy()]
+    seen.count.assign_add(tf.cast(4, dtype))
+    found.append(seen.count.numpy())
+    seen.count.assign_sub(tf.cast(1, dtype))
+    found.append(seen.count.numpy())
+    checkpoint.read(path).assert_consumed()
+    return [float(np.asarray(value)) for value in [*found, seen.count.numpy()]]
+
+
+@pytest.mark.parametrize("dtype", rotating(["float32", "int32"], ["int32"]))
+@pytest.mark.parametrize("name", rotating(["mirrored2", "mirrored3"], ["mirrored3"]))
+def test_a_sum_over_replicas_begins_is_assigned_and_restored_as_on_one_device(strategies, tmp_path, name, dtype):
+    stock = counted_from_five(keras, tf.distribute.get_strategy(), dtype, tmp_path)
+    assert stock[:2] == [5.0, 1.0]
+    assert counted_from_five(kde, strategies.get(name), dtype, tmp_path) == stock
+
+
+@pytest.mark.rotating
+def test_a_sum_that_does_not_begin_at_zero_resumes_as_it_was(mirrored, tmp_path):
+    def counted(**arguments: Any) -> float:
+        keras.utils.set_random_seed(1)
+        with mirrored.scope():
+            seen = Seen(initial=5)
+            model = functional(kde, seen)
+            model.compile("sgd", "mse")
+        model.fit(X[:25], Y[:25], batch_size=8, verbose=0, callbacks=[kde.Resume(tmp_path)], **arguments)
+        return float(seen.count.numpy())
+
+    assert counted(epochs=1) == 30.0
+    assert counted(epochs=2) == 55.0
+
+
+def test_a_sum_that_was_made_before_the_package_was_there_is_an_error_with_the_fix(mirrored):
+    make = distribute_utils.create_mirrored_variable
+    with mirrored.scope(), patched(distribute_utils, "create_mirrored_variable", make.__wrapped__):
+        seen = Seen(initial=5)
+        model = functional(kde, seen)
+        model.compile("sgd", "mse")
+    assert float(seen.count.numpy()) == 10.0
+    with pytest.raises(kde.ScopeError, match="holds the whole value of .*seen.*/count, .* or assign its value in"):
+        model.fit(X, Y, verbose=0)
+    seen.count.assign(5.0)
+    model.fit(X, Y, verbose=0)
+    assert float(seen.count.numpy()) == 5.0 + 26
 
 
 class OfOwnStep(kde.Model):

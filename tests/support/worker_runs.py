@@ -426,7 +426,42 @@ def makes_parts_in_the_step(strategy: Any, worker: int, folder: pathlib.Path) ->
     return results, ""
 
 
+def counts_from_five(strategy: Any, worker: int, folder: pathlib.Path) -> list[float]:
+    """A sum that each replica holds a part of, as it is made, after training, assigned, loaded and trained again."""
+    import keras
+    import tensorflow as tf
+
+    import keras_dist_ext as kde
+    from keras_dist_ext.training.loop import plain_variables
+
+    class Seen(keras.layers.Layer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            of_sum = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": tf.VariableAggregation.SUM}
+            self.count = tf.Variable(5, trainable=False, **of_sum)
+
+        def call(self, x: Any) -> Any:
+            self.count.assign_add(tf.shape(x)[0])
+            return x
+
+    with strategy.scope():
+        seen = Seen()
+        model = kde.Sequential([keras.Input((1,)), seen, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    found = [seen.count.numpy()]
+    model.fit(ids() / 100, ids(), batch_size=8, verbose=0)
+    found.append(seen.count.numpy())
+    with strategy.scope():
+        seen.count.assign(7)
+    found.append(seen.count.numpy())
+    plain_variables.set_value(seen.count, np.int32(11))
+    found.append(seen.count.numpy())
+    model.fit(ids() / 100, ids(), batch_size=8, verbose=0)
+    return [int(value) for value in [*found, seen.count.numpy()]]
+
+
 RUN_CASES: dict[str, Case] = {
+    "counts from five": counts_from_five,
     "sums in 16 bits": sums_in_16_bits,
     "measures and checks": measures_and_checks,
     "warns of other data": warns_of_other_data,

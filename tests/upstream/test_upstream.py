@@ -26,6 +26,7 @@ from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.losses import loss as loss_module
 from keras.src.losses import losses as losses_module
 from keras.src.trainers.data_adapters import py_dataset_adapter
+from tensorflow.python.distribute import distribute_utils, values_util
 from tensorflow.python.distribute.coordinator import values as coordinator_values
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 from versions import KERAS_VERSION
@@ -57,7 +58,7 @@ from keras_dist_ext._keras.datasets import (
     with_seeds,
 )
 from keras_dist_ext._keras.hooks import current_step, intercept, local_updates, weighs_missed_by_alpha
-from keras_dist_ext._keras.interception import install
+from keras_dist_ext._keras.interception import install, patched
 from keras_dist_ext._keras.layers import (
     copy_mask,
     current_layer_path,
@@ -1994,20 +1995,32 @@ def test_a_sum_that_is_read_over_replicas_cannot_be_added_to_outside_of_them_but
     with mirrored.scope():
         total = tf.Variable(0.0, trainable=False, **of_sum)
         with pytest.raises(ValueError, match="does not support `assign_add` in cross-replica context"):
-            total.assign_add(1.0)
+            values_util.on_read_assign_add_cross_replica.__wrapped__(total, 1.0)
         names = []
 
         class Layer(keras.layers.Layer):
             def call(self, x):
                 names.append(tf.compat.v1.get_default_graph().name)
-                with pytest.raises(ValueError, match="does not support `assign_add` in cross-replica context"):
-                    type(total).assign_add.__wrapped__(total, 1.0)
                 total.assign_add(1.0)
                 return x
 
         Layer()(keras.Input((2,)))
     assert names[0].startswith("scratch_graph")
     assert float(total.read_value()) == 0.0
+
+
+def test_tensorflow_gives_each_replica_the_initial_value_of_a_sum_and_divides_what_it_assigns_and_restores(mirrored):
+    """Where it no longer does, what _keras/variables.py replaces for sums goes."""
+    of_sum = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": tf.VariableAggregation.SUM}
+    make = distribute_utils.create_mirrored_variable
+    with mirrored.scope(), patched(distribute_utils, "create_mirrored_variable", make.__wrapped__):
+        total = tf.Variable(5, trainable=False, **of_sum)
+    assert int(total.read_value()) == 10
+    with mirrored.scope():
+        values_util.on_read_assign_cross_replica.__wrapped__(total, 7)
+    assert [int(part) for part in total.values] == [3, 3]
+    values_util.get_on_read_restore_ops.__wrapped__(total, tf.constant(9), total.aggregation)
+    assert [int(part) for part in total.values] == [4, 4]
 
 
 def test_alpha_of_tversky_is_what_this_keras_makes_of_it() -> None:

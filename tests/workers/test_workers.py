@@ -50,6 +50,13 @@ def test_each_example_is_used_once_an_epoch_over_all_workers(name: str, values: 
         assert worker[name] == [[1.0] * NUM_EXAMPLES] * 2
 
 
+@pytest.mark.rotating
+@of("counts from five")
+def test_a_sum_over_workers_begins_and_is_assigned_as_on_one_device(values: Any) -> None:
+    for worker in values:
+        assert worker["counts from five"] == [5, 5 + NUM_EXAMPLES, 7, 11, 11 + NUM_EXAMPLES]
+
+
 @of("stops from worker 1")
 def test_a_wish_to_stop_on_one_worker_ends_all_after_the_same_step(values: Any) -> None:
     assert values[0]["stops from worker 1"] == values[1]["stops from worker 1"] == (3, 1)

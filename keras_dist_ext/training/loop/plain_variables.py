@@ -42,11 +42,8 @@ def value_of(variable: Variable) -> Array:
 
 def set_value(variable: Variable, value: Array) -> None:
     """Set the value of a ``tf.Variable``, on all replicas; where each has a part, the first gets the sum."""
-    first, *others = components(variable)
-    is_sum = is_sync_on_read(variable) and variable.aggregation == tf.VariableAggregation.SUM
-    first.assign(value)
-    for copy in others:
-        copy.assign(np.zeros_like(value) if is_sum else value)
+    for whole in (variable,) if is_sync_on_read(variable) else components(variable):
+        whole.assign(value)
 
 
 def split_weights(
