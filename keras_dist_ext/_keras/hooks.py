@@ -230,9 +230,22 @@ def _(
 
 
 @install(tf.GradientTape, "batch_jacobian")
-def _(original: Original, step: Step, /, tape: tf.GradientTape, *args: object, **kwargs: object) -> TensorNest:
+def _(
+    original: Original,
+    step: Step,
+    /,
+    tape: tf.GradientTape,
+    target: tf.Tensor,
+    source: tf.Tensor,
+    *args: object,
+    **kwargs: object,
+) -> tf.Tensor:
+    def jacobian() -> tf.Tensor:
+        return original(tape, target, source, *args, **kwargs)
+
     with intercept(None):
-        return original(tape, *args, **kwargs)
+        of_step = getattr(step, "batch_jacobian", None)
+        return jacobian() if of_step is None else of_step(jacobian, target, source)
 
 
 # keras/src/backend/tensorflow/trainer.py: what it differentiates goes into the optimizer.

@@ -20,6 +20,7 @@ Letters: n = rows of a replica, N = rows of the global batch, R = replicas in sy
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
@@ -37,6 +38,7 @@ from keras_dist_ext.step.branches import Branches
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.draws import RandomStreams
 from keras_dist_ext.step.gradients import Gradients
+from keras_dist_ext.step.jacobians import batch_jacobian_of_any_rows, jacobian_of_any_rows
 from keras_dist_ext.step.layer_state import LayerState
 from keras_dist_ext.step.logs import Result
 from keras_dist_ext.step.metric_state import MetricState
@@ -231,7 +233,12 @@ class ReplicaStep:
             target: what is differentiated.
             sources: what for.
         """
-        return jacobian() if self.kind == "predict" else self.gradients.jacobian(jacobian, target, sources)
+        whole = functools.partial(jacobian_of_any_rows, jacobian, target, sources, self.weights.rows)
+        return whole() if self.kind == "predict" else self.gradients.jacobian(whole, target, sources)
+
+    def batch_jacobian(self, jacobian: Callable[[], tf.Tensor], target: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
+        """Return a jacobian of each of this replica's examples; see ``jacobian``."""
+        return jacobian() if self.num_replicas == 1 else batch_jacobian_of_any_rows(jacobian, target, source)
 
     def apply(
         self,

@@ -294,6 +294,24 @@ def jacobian(model: Any, x: Any, y: Any) -> dict[str, Any]:
     return {"l": losses[0]}
 
 
+def penalty_on_jacobians_of_inputs(model: Any, x: Any, y: Any) -> dict[str, Any]:
+    with tf.GradientTape() as tape:
+        with tf.GradientTape(persistent=True) as inner:
+            inner.watch(x)
+            hidden = tf.reshape(model.hidden(x), [-1, 2, 2])
+            in_order = inner.batch_jacobian(hidden, x, experimental_use_pfor=False)  # while it records
+            apart = hidden[:, 0, :2] * x[:, :1]
+        found = inner.batch_jacobian(apart, x)
+        crossed = inner.jacobian(apart, x)  # of each example to each
+        loss = loss_of(model, x, y) + tf.reduce_mean(
+            tf.reduce_sum(found**2, [1, 2]) + tf.reduce_sum(crossed, [1, 2, 3])
+        )
+        loss += 0.1 * tf.reduce_mean(tf.reduce_max(in_order, [1, 2, 3]))
+        loss += tf.reduce_mean(tf.reduce_sum(inner.batch_jacobian(hidden, tf.identity(x)) ** 2, [1, 2, 3]))
+    update(model, tape.gradient(loss, model.trainable_variables))
+    return {"l": loss}
+
+
 def by_no_tape(model: Any, x: Any, y: Any) -> dict[str, Any]:
     import keras_dist_ext as kde
 
