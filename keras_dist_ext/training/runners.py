@@ -19,7 +19,7 @@ from keras_dist_ext.step.reducers import CannotCompile, CannotLoop
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.batch_reader import BatchReader
 from keras_dist_ext.training.execution import Execution, PredictFunction, RunKind
-from keras_dist_ext.training.failed_steps import explain_failure
+from keras_dist_ext.training.failed_steps import explain_failed_prediction, explain_failure
 from keras_dist_ext.training.prediction import PredictProgram, concat_outputs
 from keras_dist_ext.training.program import StepProgram
 from keras_dist_ext.training.self_check import check_metrics, check_prediction, check_step, has_rows_to_check
@@ -207,8 +207,16 @@ def predictor(program: PredictProgram | CoordinatorProgram) -> PredictFunction:
     def on_batches(batches: Sequence[StepData], what: str, *, of_worker: bool = False) -> TensorNest:
         with _waiting(program.strategy, what):
             unseen = check_prediction(program, batches[0]) if isinstance(program, PredictProgram) and batches else None
-            with as_data_errors():
-                outputs = program.on_batches(batches, of_worker=of_worker)
+            try:
+                with as_data_errors():
+                    outputs = program.on_batches(batches, of_worker=of_worker)
+            except Exception as error:
+                explained = None
+                if isinstance(program, PredictProgram) and batches:
+                    explained = explain_failed_prediction(program, batches[0], error)
+                if explained is None:
+                    raise
+                raise explained from error
         if unseen is not None:
             warn(unseen)
         return outputs

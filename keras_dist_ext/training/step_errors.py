@@ -113,11 +113,18 @@ def metric_under_way() -> keras.metrics.Metric | None:
     return None
 
 
-def reason_of(error: tf.errors.OpError) -> tuple[str, str, str]:
-    """Return the op at which a graph has failed, the user's line that made it, as " (at ...)", and why."""
-    text = error.message
+def reason_of(error: Exception) -> tuple[str, str, str]:
+    """Return the op at which a graph has failed, the user's line that made it, as " (at ...)", and why.
+
+    Where Python has failed, and no graph, there is no op.
+    """
+    text = str(getattr(error, "message", error))
     node = re.search(r"Detected at node (\S+) defined", text)
     frames = re.findall(r'File "([^"]+)", line (\d+), in', text)
+    if node is None:
+        frames = [(frame.filename, str(frame.lineno)) for frame in traceback.extract_tb(error.__traceback__)]
+        text = text.partition("\x1b[1m")[2].partition("\x1b[0m")[0] or text  # Keras says in which layer
+        text = re.sub(r"^\{\{function_node \S+\}\} | \[Op:\w+\].*", "", text.strip())
     own = [f for f in frames if not re.search(r"site-packages|keras_dist_ext|lib/python|<", f[0])]
     why = next((part for part in re.findall(r"^\s*(.*?)\s*\[\[\{\{node", text, re.MULTILINE) if part), "")
     if not why:

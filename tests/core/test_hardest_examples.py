@@ -125,6 +125,82 @@ def test_a_replica_with_too_few_examples_is_that_error_too_and_leaves_the_weight
     assert all(map(np.array_equal, before, net.get_weights()))
 
 
+def four(values: Any) -> Any:
+    """Values of the first four examples, of which replicas have two each."""
+    return tf.ensure_shape(values[:4], (4, *values.shape[1:]))
+
+
+def stepping(kind: str) -> Any:
+    class Net(kde.Sequential):
+        def test_step(self, data: Any) -> Any:
+            if kind != "test":
+                return super().test_step(data)
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            return {"value": tf.reduce_mean(four(losses(y, self(x))))}
+
+        def predict_step(self, data: Any) -> Any:
+            found = super().predict_step(data)
+            return found + tf.reduce_max(four(found)) if kind == "predict" else found
+
+        def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+            found = super().call(inputs, training=training, mask=mask)
+            may = kind == "call" and (inputs.shape[0] is None or inputs.shape[0] < 5)
+            return found + tf.reduce_max(four(found)) if may else found
+
+    return Net
+
+
+RUNS: dict[str, Callable[[Any], Any]] = {
+    "fit": lambda net: net.fit(X[:4], Y[:4], verbose=0),
+    "evaluate": lambda net: net.evaluate(X[:4], Y[:4], verbose=0),
+    "predict": lambda net: net.predict(X[:4], verbose=0),
+    "train_on_batch": lambda net: net.train_on_batch(X[:4], Y[:4]),
+    "test_on_batch": lambda net: net.test_on_batch(X[:4], Y[:4]),
+    "predict_on_batch": lambda net: net.predict_on_batch(X[:4]),
+}
+FEW = [(kind, run) for run in RUNS for kind in ("test", "predict", "call") if kind in run or kind == "call"]
+
+
+@pytest.mark.parametrize("eager", rotating([False, True], [False]))
+@pytest.mark.parametrize(("kind", "run"), rotating(FEW, [("predict", "predict")], slow=[("call", "train_on_batch")]))
+def test_whatever_runs_it_a_step_of_too_few_examples_is_that_error(mirrored, kind, run, eager):
+    keras.utils.set_random_seed(1)
+    with mirrored.scope():
+        net = stepping(kind)([keras.Input((5,)), keras.layers.Dense(3)], name="net")
+        net.compile(SGD(0.1), "mse", run_eagerly=eager, check=False)
+    message = r"'net\.\w+_step' needs more .*test_hardest_examples\.py, line \d+\).*batch of 4, .*have 2 each"
+    with pytest.raises(StepError, match=message):
+        RUNS[run](net)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("run", ["fit", "evaluate"])
+def test_so_is_one_of_a_loop(mirrored, run, eager):
+    keras.utils.set_random_seed(1)
+    with mirrored.scope():
+        head, optimizer = keras.layers.Dense(3), SGD(0.1)
+        head.build((None, 5))
+        optimizer.build(head.trainable_variables)
+
+    def test(replica: Any, data: Any) -> Any:
+        return {"value": tf.reduce_mean(four(losses(data[1], head(data[0]))))}
+
+    def step(replica: Any, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            value = test(replica, data)["value"]
+        optimizer.apply(tape.gradient(value, head.trainable_variables), head.trainable_variables)
+        return {"value": value}
+
+    parts = {"head": head, "optimizer": optimizer}
+    loop = kde.TrainLoop(
+        step=step, test=test, parts=parts, reduce={"value": "mean"}, strategy=mirrored, run_eagerly=eager, check=False
+    )
+    data = tf.data.Dataset.from_tensor_slices((X[:4], Y[:4])).batch(4)
+    with pytest.raises(StepError, match=r"needs more .*, line \d+\).*batch of 4, .*have 2 each"):
+        getattr(loop, run)(data, verbose=0)
+
+
 @pytest.mark.rotating
 def test_a_step_that_fails_of_something_else_fails_as_it_does_on_one_device(mirrored):
     def loss(y: Any, p: Any) -> Any:

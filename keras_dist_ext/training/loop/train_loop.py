@@ -208,7 +208,7 @@ class TrainLoop(Model):
     def _build_for_run(self, iterator: EpochData | None, batch: StepData) -> None:
         kind = self._kind
         given = spec_of_arrays(batch) if iterator is None else iterator.dataset.given.element_spec
-        spec = spec_of_rows(given)
+        spec = self.replica_runtime.batch_spec = spec_of_rows(given)
         if self._declared.examine(self, kind, self._steps[kind], spec):
             self.replica_runtime.functions[kind].clear()  # what was traced adds up to the metrics before
             setattr(self, f"{kind}_function", None)
