@@ -25,7 +25,7 @@ In reading order:
     batch_devices     where batches are on a machine with GPUs
     batch_split       a replica's rows of a batch
     draw_examination  and of the random numbers in one
-    few_rows          the first rows of a batch
+    few_rows          a few rows of a batch
     prediction        the compiled loop of ``predict``
     runs              a run of ``fit``, ``evaluate`` or ``predict``: its checks, callbacks and data
     runners           what Keras calls for each execution

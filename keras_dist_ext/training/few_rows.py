@@ -1,6 +1,8 @@
-"""The first rows of a batch, to try a step with; of one, too, that TensorFlow has split over replicas already."""
+"""Some rows of a batch, to try a step with; of one, too, that TensorFlow has split over replicas already."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -11,7 +13,9 @@ from keras_dist_ext.data.split import num_rows, take_rows, without_optionals
 from keras_dist_ext.strategy.workers import Workers
 from keras_dist_ext.training.batch_split import is_per_replica
 
-__all__ = ["first_rows", "parts_of", "rows_of_chief"]
+__all__ = ["first_rows", "parts_of", "rows_of_chief", "unlike_rows"]
+
+_CANDIDATES = 8  # for each row that is taken
 
 
 def first_rows(batch: StepData, count: int, strategy: tf.distribute.Strategy) -> StepData:
@@ -37,6 +41,47 @@ def first_rows(batch: StepData, count: int, strategy: tf.distribute.Strategy) ->
     if not taken:
         return None
     return taken[0] if len(taken) == 1 else tree.map_structure(_joined, *taken)
+
+
+def unlike_rows(batch: StepData, count: int, strategy: tf.distribute.Strategy) -> StepData:
+    """Return rows from the beginning of a batch that differ from each other, in an order by which replicas' differ.
+
+    Where rows are alike, or happen to be so on average over those of each replica, such as masks of equal lengths or
+    classes in order, what depends on rows that meet is the same on replicas as on one device.
+
+    Args:
+        batch: see ``first_rows``.
+        count: the most rows to take.
+        strategy: see ``first_rows``.
+    """
+    rows = first_rows(batch, _CANDIDATES * count, strategy)
+    if rows is None:
+        return None
+    order = np.argsort(_sizes(rows), kind="stable")
+    spread = np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int)
+    return take_rows(rows, order[spread])
+
+
+def _sizes(rows: StepData) -> np.ndarray[Any, Any]:
+    """Return a number for each row, which follows its last tensors the most: those are targets, masks and weights."""
+    sizes = np.zeros(int(num_rows(rows)))
+    for leaf in tf.nest.flatten(rows):
+        found = _size(leaf)
+        if found is None or found.shape != sizes.shape or not np.isfinite(found).all() or not found.std():
+            continue
+        sizes = sizes / 2 + (found - found.mean()) / found.std()
+    return sizes
+
+
+def _size(leaf: TensorNest) -> np.ndarray[Any, Any] | None:
+    if isinstance(leaf, tf.RaggedTensor):
+        return np.asarray(leaf.row_lengths(), "float64")
+    if not tf.is_tensor(leaf) or isinstance(leaf, tf.SparseTensor) or not leaf.shape.rank:
+        return None
+    values = tf.strings.length(leaf) if leaf.dtype == tf.string else leaf
+    if not (values.dtype.is_floating or values.dtype.is_integer or values.dtype.is_bool):
+        return None
+    return np.asarray(tf.reduce_mean(tf.cast(values, tf.float64), axis=range(1, values.shape.rank)))
 
 
 def rows_of_chief(rows: StepData, workers: Workers) -> StepData:

@@ -28,7 +28,7 @@ from keras_dist_ext.training.deviation_report import describe, describe_unseen
 from keras_dist_ext.training.deviations import Deviation
 from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.execution import RunKind
-from keras_dist_ext.training.few_rows import first_rows, rows_of_chief
+from keras_dist_ext.training.few_rows import rows_of_chief, unlike_rows
 from keras_dist_ext.training.prediction import PredictProgram
 from keras_dist_ext.training.prediction_comparison import compare_predictions
 from keras_dist_ext.training.runtime import ReplicaRuntime
@@ -209,8 +209,8 @@ def check_metrics(model: keras.Model) -> str | None:
 
 
 def _few_rows(batch: StepData, count: int, strategy: tf.distribute.Strategy, workers: Workers | None) -> StepData:
-    """Return the first rows of a batch, of the chief's where there are workers; None where there are not two."""
-    rows = first_rows(batch, count, strategy)
+    """Return rows of a batch, of the chief's where there are workers; None where there are not two."""
+    rows = unlike_rows(batch, count, strategy)
     has_few = rows is None or int(num_rows(rows)) < 2
     if workers is not None:
         has_few = workers.sum([float(has_few)])[0] > 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -27,7 +28,7 @@ from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.step.logs import ComputesWithResults, leaf_metrics
 from keras_dist_ext.step.observer import StepObserver
 from keras_dist_ext.strategy.scope import optimizers, raw_variables
-from keras_dist_ext.strategy.workers import workers_of
+from keras_dist_ext.strategy.workers import Workers, workers_of
 from keras_dist_ext.training.comparable_steps import CannotCompare, comparable, refuse_python, unoptimized
 from keras_dist_ext.training.deviations import (
     Deviation,
@@ -117,10 +118,7 @@ class _BothWays:
             for part, value in before.items()
             if part[0] == "state" and not np.array_equal(after[part][0], value)
         }
-        has_found = bool(deviations)
-        if self._workers is not None:  # all make another step, or none
-            has_found = self._workers.sum([float(has_found)])[0] > 0
-        if has_found or not left:
+        if deviations or not left:
             return deviations
         return self._deviations(one, many, left, before | left)[0]
 
@@ -143,11 +141,15 @@ class _BothWays:
             found = self._made(many, self._rows, on_replicas=True)
         rounding = rounding_of(self._step.model)
         off = _suspects(expected, found, rounding)
+        if self._workers is not None:  # of a state of rows, some replicas may have what one device has
+            seen = self._workers.sum([float(part in off) for part in expected])
+            off = {part: expected[part] for part, count in zip(expected, seen, strict=True) if count}
         if not off:
             return [], expected
         with self._kept():
             reordered = self._made(one, self._in_other_order(before))
-        deviations = measure(off, found, reordered, {k: as_float(v) for k, v in before.items()}, 1, rounding, {})
+        measured = measure(off, found, reordered, {k: as_float(v) for k, v in before.items()}, 1, rounding, {})
+        deviations = list(measured) if self._workers is None else _worst(list(measured), self._workers)
         return [d for d in deviations if d.is_beyond or d.is_apart], expected
 
     def _begin_with(self, state: Mapping[Part, Array]) -> None:
@@ -239,6 +241,17 @@ class _BothWays:
         for name, value in _leaves(logs, "") if self._step.logs_are_compared else ():
             seen["metric", name] = (np.asarray(value),)
         return seen
+
+
+def _worst(own: list[Deviation], workers: Workers) -> list[Deviation]:
+    """Return the largest deviations of all workers, each of which has measured the same parts of its replicas."""
+    of_all = np.zeros((workers.num_workers, len(own), 5))
+    of_all[workers.index] = [(d.absolute, d.relative, d.excess, d.spread, d.is_apart) for d in own]
+    worst = workers.sum(of_all.ravel()).reshape(of_all.shape).max(axis=0)
+    return [
+        dataclasses.replace(d, absolute=a, relative=r, excess=e, spread=s, is_apart=bool(apart))
+        for d, (a, r, e, s, apart) in zip(own, worst.tolist(), strict=True)
+    ]
 
 
 def _spec(leaf: TensorNest) -> tf.TypeSpec | None:

@@ -13,6 +13,7 @@ import tensorflow as tf
 from cases import rotating
 from keras import layers, ops
 from keras.optimizers import SGD, Adam, LossScaleOptimizer
+from two_workers import on_two_workers
 
 import keras_dist_ext as kde
 from keras_dist_ext.errors import LoopError, StepError
@@ -108,6 +109,13 @@ class LastRow(keras.metrics.Metric):
 
     def reset_state(self) -> None:
         self.row.assign(tf.zeros([3]))
+
+
+class FirstRow(LastRow):
+    """The first replica has what one device has."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.row.assign(y_pred[0])
 
 
 class MeanSize(keras.metrics.Metric):
@@ -258,15 +266,60 @@ def said_of(make: Callable[[], Any], strategy: Any) -> list[str]:
         ],
     ),
 )
-def test_what_differs_is_named_with_what_to_do(mirrored, name):
+@pytest.mark.parametrize("kind", rotating(["mirrored2", "mirrored4"], ["mirrored2"]))
+def test_what_differs_is_named_with_what_to_do(strategies, name, kind):
     make, message = DIFFERENT[name]
-    (said,) = said_of(make, mirrored)
+    (said,) = said_of(make, strategies.get(kind))
     assert re.search(message, said)
 
 
+@pytest.mark.parametrize("weights", [[3, 1, 3, 1, 2, 4, 3, 3], [1, 1, 1, 1, 1, 1, 5, 5]])
+def test_rows_that_happen_to_be_alike_on_all_replicas_hide_no_mean_by_weights_of_its_own(mirrored, weights):
+    """As the numbers of words of sentences may be: equal on average over the first two rows, and the next three."""
+
+    class Masked(kde.Sequential):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y, weights = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(weights * squares(y, self(x))) / tf.reduce_sum(weights)
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss}
+
+    with mirrored.scope():
+        net = Masked([layers.Input((5,)), layers.Dense(3)], name="net")
+        net.compile("sgd")
+    with pytest.warns(UserWarning, match="'net' does not train on 2 replicas as on one device"):
+        net.fit(X[:8], Y[:8], sample_weight=np.array(weights, "float32"), shuffle=False, verbose=0)
+
+
 @pytest.mark.parametrize("name", rotating(ALIKE, ["a sum", "noise", "a metric that adds up"]))
-def test_nothing_is_said_of_what_is_alike(mirrored, name):
-    assert said_of(ALIKE[name], mirrored) == []
+@pytest.mark.parametrize("kind", rotating(["mirrored2", "mirrored4"], ["mirrored2"]))
+def test_nothing_is_said_of_what_is_alike(strategies, name, kind):
+    assert said_of(ALIKE[name], strategies.get(kind)) == []
+
+
+DIFFERENT_ON_WORKERS = {
+    **DIFFERENT,
+    "a variable that holds the first row": (of_metric(FirstRow), METRIC.format("last_row")),  # as on the chief
+}
+
+
+def said_on_workers(strategy: Any, folder: Any, name: str) -> list[str]:
+    makers = {of: make for of, (make, _) in DIFFERENT_ON_WORKERS.items()} | ALIKE
+    return said_of(makers[name], strategy)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[on_two_workers(said_on_workers, name), pytest.mark.rotating])
+        for name in (*DIFFERENT_ON_WORKERS, *ALIKE)
+    ],
+)
+def test_so_it_is_on_two_workers(values, name):
+    for said in values:
+        assert len(said) == (name in DIFFERENT_ON_WORKERS)
+        assert all(re.search(DIFFERENT_ON_WORKERS[name][1], one) for one in said)
 
 
 # Batches that are given by themselves
@@ -716,7 +769,7 @@ def test_steps_of_parts_on_several_devices_are_checked(loss):
         model.fit(placement_runs.X, placement_runs.Y, batch_size=8, shuffle=False, verbose=0)
     said = [str(one.message) for one in caught if " on 2 replicas as on one device" in str(one.message)]
     assert len(said) == (loss == "pairs")
-    assert all(re.search("the gradient of .*dense|kernel", one) for one in said)
+    assert all(re.search("the gradient of net/(encoder|decoder|head)", one) for one in said)
 
 
 def test_metrics_of_ones_own_are_said_not_to_be_checked_under_parameter_servers():
