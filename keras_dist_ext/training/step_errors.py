@@ -1,4 +1,4 @@
-"""Say why a step of the user's cannot be traced, where TensorFlow's own error does not."""
+"""Say why a step of the user's cannot be traced or run, where TensorFlow's own error does not."""
 
 from __future__ import annotations
 
@@ -41,6 +41,13 @@ def explain(name: str, error: Exception, *, of_loop: bool = False, is_eager: boo
             f"The step {name!r} adds up over replicas (BatchNormalization with the statistics of the global batch, a "
             "synchronized layer) inside of a tf.function, or of a branch or loop in the graph, where replicas cannot "
             "wait for each other. Call it outside, and choose between its outputs with tf.where."
+        )
+    if isinstance(error, RuntimeError) and "made a different number of replica_context().merge_call()" in str(error):
+        return LoopError(
+            f"The step {name!r}, which runs eagerly, asks Python for what a replica computes from its own examples, "
+            "by an if or a while, so that some replicas add up what others do not (a mean over no examples is NaN, by "
+            "which no comparison holds). Decide by a number of the whole batch, such as loss = "
+            "kde.reduce_gradients(loss), which is the same on all replicas."
         )
     if is_eager:
         return LoopError(

@@ -11,6 +11,7 @@ import tensorflow as tf
 from cases import rotating
 from own_steps import PROGRAMS, Base, X, Y, batches, descend
 from strategies import strategies
+from two_workers import on_two_workers
 
 import keras_dist_ext as kde
 from keras_dist_ext._keras.tracing import scratch_graph
@@ -25,8 +26,8 @@ QUICK = (
 
 
 @functools.cache
-def on_one_device(name):
-    return own_steps.run(name, Base())
+def on_one_device(name, size=8):
+    return own_steps.run(name, Base(size=size))
 
 
 @pytest.mark.parametrize("name", rotating(PROGRAMS, QUICK))
@@ -39,6 +40,25 @@ def test_it_gives_on_two_replicas_what_stock_keras_gives_on_one_device(name):
 def test_it_gives_on_any_number_of_replicas_what_stock_keras_gives_on_one_device(name, kind):
     strategy = None if kind == "default" else strategies.get(kind)
     own_steps.compare(on_one_device(name), own_steps.run(name, Base(kde, strategy)))
+
+
+@pytest.mark.parametrize("kind", ["mirrored2", "mirrored4"])
+@pytest.mark.parametrize("name", rotating(PROGRAMS, ()))
+def test_so_it_does_where_the_last_batch_is_a_single_example(name, kind):
+    own_steps.compare(on_one_device(name, 7), own_steps.run(name, Base(kde, strategies.get(kind), 7)))
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=[on_two_workers(own_steps.on_workers, name, size), pytest.mark.rotating])
+        for name in PROGRAMS
+        for size in (8, 7)
+    ],
+)
+def test_so_it_does_on_two_workers(name, size, values):
+    for found in values:
+        own_steps.compare(on_one_device(name, size), found)
 
 
 def test_under_no_strategy_python_calls_a_model_as_often_as_in_stock_keras():
@@ -210,6 +230,25 @@ def test_a_step_that_cannot_be_compiled_for_replicas_says_why_and_what_to_do(run
     given = {"verbose": 0} if run == "fit" else {}
     with pytest.raises(LoopError, match=f"The step 'net.train_step' {message}"):
         getattr(net, run)(X, Y, **given)
+
+
+@pytest.mark.rotating
+def test_a_step_that_runs_eagerly_and_decides_by_its_own_loss_says_so():
+    class Net(kde.Sequential):
+        def train_step(self, batch):
+            x, y = batch
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            if float(loss) >= 0:  # not of a replica that has no examples
+                descend(tape, loss, self.trainable_variables, self.optimizer)
+            return {"error": loss}
+
+    with strategies.get("mirrored2").scope():
+        net = Net([keras.Input((6,)), keras.layers.Dense(1)], name="net")
+        net.compile("sgd", run_eagerly=True, check=False)
+    expected = r"The step 'net.train_step', which runs eagerly, asks Python for .* loss = kde\.reduce_gradients\(loss\)"
+    with pytest.raises(LoopError, match=expected):
+        net.fit(X[:9], Y[:9], batch_size=8, verbose=0)
 
 
 def test_a_variable_made_of_the_batch_names_itself_and_the_fix():

@@ -6,13 +6,16 @@ Each function trains one of a base class and returns what came out, for another 
 from __future__ import annotations
 
 import contextlib
+import pathlib
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["ON_WORKERS", "PROGRAMS", "Base", "compare", "run"]
+import keras_dist_ext as kde
+
+__all__ = ["ON_WORKERS", "PROGRAMS", "Base", "compare", "on_workers", "run"]
 
 RANDOM = np.random.default_rng(5)
 X = RANDOM.normal(size=(22, 6)).astype("float32")
@@ -23,19 +26,32 @@ ON_WORKERS = ("a gan of parts made in the step", "sparse and ragged batches")
 
 
 class Base:
-    """The classes and the strategy that a program is written for; by default those of stock Keras on one device."""
+    """The classes and the strategy that a program is written for; by default those of stock Keras on one device.
 
-    def __init__(self, lib: Any = keras, strategy: Any = None) -> None:
+    Args:
+        size: of a batch, of 22 examples in all: 8 leaves a rest of 6, which is even on two replicas and not on four, 7
+            one of a single example, by which replicas are empty.
+    """
+
+    def __init__(self, lib: Any = keras, strategy: Any = None, size: int = 8) -> None:
         self.Model, self.Sequential = lib.Model, lib.Sequential
-        self.strategy = strategy
+        self.strategy, self.size = strategy, size
 
     def scope(self) -> Any:
         return contextlib.nullcontext() if self.strategy is None else self.strategy.scope()
+
+    def batches(self, *data: Any) -> tf.data.Dataset:
+        return batches(*data, size=self.size)
 
 
 def run(name: str, base: Base) -> dict[str, Any]:
     keras.utils.set_random_seed(7)
     return PROGRAMS[name](base)
+
+
+def on_workers(strategy: Any, folder: pathlib.Path, name: str, size: int) -> dict[str, Any]:
+    """What a program comes to on two workers."""
+    return run(name, Base(kde, strategy, size))
 
 
 def compare(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -50,8 +66,8 @@ def program(function: Any) -> Any:
     return function
 
 
-def batches(*data: Any) -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices(data[0] if len(data) == 1 else data).batch(8)
+def batches(*data: Any, size: int = 8) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(data[0] if len(data) == 1 else data).batch(size)
 
 
 def descend(tape: tf.GradientTape, loss: Any, variables: list[Any], optimizer: Any) -> None:
@@ -89,9 +105,9 @@ def no_call(base: Base) -> Any:
     with base.scope():
         model = Autoencoder()
         model.compile(keras.optimizers.Adam(0.01))
-    first = model.predict(batches(X), verbose=0)
-    history = model.fit(batches(X), validation_data=batches(X[:13]), epochs=2, verbose=0)
-    error = model.evaluate(batches(X[:5]), verbose=0, return_dict=True)["error"]
+    first = model.predict(base.batches(X), verbose=0)
+    history = model.fit(base.batches(X), validation_data=base.batches(X[:13]), epochs=2, verbose=0)
+    error = model.evaluate(base.batches(X[:5]), verbose=0, return_dict=True)["error"]
     return outcome(model, history, [model.optimizer], first=first, error_=error)
 
 
@@ -115,8 +131,8 @@ def evaluated_before_it_is_trained(base: Base) -> Any:
     with base.scope():
         model = Encoder()
         model.compile(keras.optimizers.Adam(0.1), loss="mse")
-    before = model.evaluate(batches(X, Y), verbose=0)
-    return outcome(model, model.fit(batches(X, Y), verbose=0), [model.optimizer], before=before)
+    before = model.evaluate(base.batches(X, Y), verbose=0)
+    return outcome(model, model.fit(base.batches(X, Y), verbose=0), [model.optimizer], before=before)
 
 
 @program
@@ -182,7 +198,7 @@ def functions_of_a_step_that_runs_eagerly(base: Base) -> Any:
     with base.scope():
         model = Net()
         model.compile("sgd", run_eagerly=True)
-    return outcome(model, model.fit(batches(X[:21], Y[:21]), epochs=2, shuffle=False, verbose=0))
+    return outcome(model, model.fit(base.batches(X[:21], Y[:21]), epochs=2, shuffle=False, verbose=0))
 
 
 @program
@@ -219,7 +235,7 @@ def a_gan_of_parts_made_in_the_step(base: Base) -> Any:
     with base.scope():
         model = Gan()
         model.compile(keras.optimizers.Adam(1e-2), keras.optimizers.Adam(1e-2))
-    history = model.fit(batches(X), epochs=2, verbose=0)
+    history = model.fit(base.batches(X), epochs=2, verbose=0)
     return outcome(model, history, [model.d_optimizer, model.g_optimizer])
 
 
@@ -255,7 +271,7 @@ def two_views_and_a_probe(base: Base) -> Any:
     with base.scope():
         model = Contrastive()
         model.compile(keras.optimizers.Adam(0.01))
-    data = tf.data.Dataset.zip((batches(X, X * 1.1), batches(X, X[:, :2])))
+    data = tf.data.Dataset.zip((base.batches(X, X * 1.1), base.batches(X, X[:, :2])))
     return outcome(model, model.fit(data, epochs=2, verbose=0), [model.own, model.probe.optimizer])
 
 
@@ -279,7 +295,7 @@ def dicts_of_strings_and_more(base: Base) -> Any:
         model = Masked()
         model.ids.adapt(TEXT)
         model.compile("adam", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    data = batches({"text": TEXT, "weight": np.abs(X[:, :4]) + 0.1, "number": np.arange(22)})
+    data = base.batches({"text": TEXT, "weight": np.abs(X[:, :4]) + 0.1, "number": np.arange(22)})
     return outcome(model, model.fit(data, epochs=2, verbose=0))
 
 
@@ -309,7 +325,7 @@ def sparse_and_ragged_batches(base: Base) -> Any:
         model = Net()
         model.compile(keras.optimizers.SGD(0.1))
     words = tf.ragged.constant([[1, 2, 3], [4], [5, 6], [1], [2, 7, 3, 4]] * 4 + [[3], [2, 2]])
-    data = batches(tf.sparse.from_dense(X * (X > 0.5)), words, Y)
+    data = base.batches(tf.sparse.from_dense(X * (X > 0.5)), words, Y)
     history = model.fit(data, epochs=2, verbose=0)
     return outcome(model, history, guesses=model.predict(data, verbose=0))
 
@@ -334,7 +350,7 @@ def sparse_batches_for_keras_own_step(base: Base) -> Any:
     with base.scope():
         model = Net()
         model.compile("sgd", "mse", metrics=["mae"])
-    data = batches(tf.sparse.from_dense(X * (X > 0.5)), Y)
+    data = base.batches(tf.sparse.from_dense(X * (X > 0.5)), Y)
     return outcome(model, model.fit(data, epochs=2, verbose=0), guesses=model.predict(data, verbose=0))
 
 
@@ -359,7 +375,7 @@ def a_teacher_that_only_the_loss_knows(base: Base) -> Any:
     with base.scope():
         model = Distiller()
         model.compile(keras.losses.KLDivergence(), optimizer=keras.optimizers.Adam(0.01), metrics=["mae"])
-    data = batches(X, X[:, :2])
+    data = base.batches(X, X[:, :2])
     return outcome(model, model.fit(data, validation_data=data, epochs=2, verbose=0), [model.optimizer])
 
 
@@ -380,7 +396,7 @@ def variables_of_tensorflow_made_in_the_step(base: Base) -> Any:
     with base.scope():
         model = Net()
         model.compile("sgd")
-    return outcome(model, model.fit(batches(X, Y), epochs=2, verbose=0))
+    return outcome(model, model.fit(base.batches(X, Y), epochs=2, verbose=0))
 
 
 @program
@@ -392,14 +408,14 @@ def a_step_that_runs_eagerly_only(base: Base) -> Any:
                 self.dense = keras.layers.Dense(1)
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean((self.dense(x) - y) ** 2)
-            if float(loss.numpy()) >= 0:
+            if float(kde.reduce_gradients(loss).numpy()) >= 0:
                 descend(tape, loss, self.trainable_variables, self.optimizer)
             return {"error": loss}
 
     with base.scope():
         model = Net()
         model.compile(keras.optimizers.Adam(0.01), run_eagerly=True)
-    return outcome(model, model.fit(batches(X[:16], Y[:16]), epochs=2, verbose=0), [model.optimizer])
+    return outcome(model, model.fit(base.batches(X[:16], Y[:16]), epochs=2, verbose=0), [model.optimizer])
 
 
 @program
@@ -429,7 +445,7 @@ def losses_that_layers_add_in_a_batch_of_four(base: Base) -> Any:
     with base.scope():
         model = Net()
         model.compile(keras.optimizers.SGD(0.01))
-    return outcome(model, model.fit(batches(TEXT, X, Y, Y), epochs=2, verbose=0))
+    return outcome(model, model.fit(base.batches(TEXT, X, Y, Y), epochs=2, verbose=0))
 
 
 @program
@@ -480,7 +496,7 @@ def a_step_that_is_a_function_with_a_branch(base: Base) -> Any:
     with base.scope():
         model = Follows()
         model.compile(keras.optimizers.Adam(0.01))
-    return outcome(model, model.fit(batches(X), epochs=2, verbose=0), [model.optimizer])
+    return outcome(model, model.fit(base.batches(X), epochs=2, verbose=0), [model.optimizer])
 
 
 @program
@@ -519,7 +535,7 @@ def gradients_that_are_summed_in_variables_and_applied_from_there(base: Base) ->
         model = Net()
         model.build((None, X.shape[1]))
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
-    return outcome(model, model.fit(batches(X, Y), epochs=2, verbose=0), [model.optimizer])
+    return outcome(model, model.fit(base.batches(X, Y), epochs=2, verbose=0), [model.optimizer])
 
 
 @program
