@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import rotating
-from gradient_steps import STEPS, batches, network, sgd, trained
+from gradient_steps import DATA, STEPS, batches, network, sgd, trained
 from two_workers import on_two_workers
 
 import keras_dist_ext as kde
@@ -25,8 +25,8 @@ OF_WORKERS = (
 
 
 @functools.cache
-def on_one_device(name: str, size: int = 9) -> dict[str, Any]:
-    return trained(keras, None, STEPS[name], batches(size))
+def on_one_device(name: str, rows: str = "uneven") -> dict[str, Any]:
+    return trained(keras, None, STEPS[name], DATA[rows]())
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], *, rtol: float = 2e-5) -> None:
@@ -53,11 +53,14 @@ def test_so_it_does_on_four_replicas_of_which_some_are_empty(name: str, strategi
 
 
 @pytest.mark.rotating
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("mirrored2", "even"), ("mirrored4", "even"), ("mirrored2", "one in the last")]
+)
 @pytest.mark.parametrize("name", STEPS)
-def test_so_it_does_where_the_rows_are_known_and_even(name: str, mirrored: Any) -> None:
-    data = tf.data.Dataset.from_tensor_slices((steps.X[:24], steps.Y[:24])).batch(8, drop_remainder=True)
-    expected = trained(keras, None, STEPS[name], data)
-    assert_same(trained(kde, mirrored, STEPS[name], data), expected)
+def test_so_it_does_where_the_rows_are_known_and_even_or_one_is_left(
+    name: str, kind: str, rows: str, strategies: Any
+) -> None:
+    assert_same(trained(kde, strategies.get(kind), STEPS[name], DATA[rows]()), on_one_device(name, rows))
 
 
 @pytest.mark.rotating
@@ -76,21 +79,24 @@ def test_so_it_does_on_virtual_replicas(name: str, mirrored: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "rows"),
     [
         pytest.param(
             name,
+            rows,
             marks=[
-                on_two_workers(steps.on_workers, name),
-                pytest.mark.slow if name == "clipped_by_norm" else pytest.mark.rotating,
+                on_two_workers(steps.on_workers, name, rows),
+                pytest.mark.slow if (name, rows) == ("clipped_by_norm", "uneven") else pytest.mark.rotating,
             ],
         )
-        for name in OF_WORKERS
+        for name in STEPS
+        for rows in DATA
+        if rows == "one in the last" or name in OF_WORKERS
     ],
 )
-def test_so_it_does_on_two_workers(values: Any, name: str) -> None:
+def test_so_it_does_on_two_workers(values: Any, name: str, rows: str) -> None:
     for of_worker in values:
-        assert_same(of_worker, on_one_device(name))
+        assert_same(of_worker, on_one_device(name, rows))
 
 
 @pytest.mark.parametrize("name", rotating(["clipped_by_norm", "straight", "two_optimizers"], []))

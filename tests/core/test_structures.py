@@ -46,12 +46,15 @@ def test_a_structure_trains_as_on_one_device_whatever_the_batch(strategies, name
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "size"),
     [
-        pytest.param(name, marks=[on_two_workers(structure_runs.train_on_workers, name), pytest.mark.rotating])
+        pytest.param(
+            name, size, marks=[on_two_workers(structure_runs.train_on_workers, name, size), pytest.mark.rotating]
+        )
         for name in STRUCTURES
+        for size in (8, 7)
     ],
 )
-def test_a_structure_trains_as_on_one_device_on_two_workers(values, name):
+def test_a_structure_trains_as_on_one_device_on_two_workers(values, name, size):
     for found in values:
-        assert_close(found, on_one_device(name))
+        assert_close(found, on_one_device(name, size))

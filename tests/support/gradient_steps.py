@@ -23,6 +23,18 @@ def batches(size: int = 9) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X, Y)).batch(size)
 
 
+def even_batches() -> tf.data.Dataset:
+    """Three batches of 8 rows, as Python knows."""
+    return tf.data.Dataset.from_tensor_slices((X[:24], Y[:24])).batch(8, drop_remainder=True)
+
+
+DATA: dict[str, Callable[[], tf.data.Dataset]] = {
+    "uneven": batches,
+    "even": even_batches,
+    "one in the last": lambda: batches(7),
+}
+
+
 def loss_of(model: Any, x: Any, y: Any) -> Any:
     return tf.reduce_mean(tf.square(model(x, training=True) - y))
 
@@ -328,7 +340,7 @@ STEPS: dict[str, Step] = {
     for name, step in list(globals().items())
     if callable(step)
     and getattr(step, "__module__", "") == __name__
-    and name not in ("batches", "loss_of", "gradients_of", "update")
+    and name not in ("batches", "even_batches", "loss_of", "gradients_of", "update")
 }
 
 
@@ -387,8 +399,8 @@ def trained(
     return {"history": history, "weights": weights, "copies": copies}
 
 
-def on_workers(strategy: Any, folder: pathlib.Path, name: str) -> dict[str, Any]:
+def on_workers(strategy: Any, folder: pathlib.Path, name: str, rows: str) -> dict[str, Any]:
     """What a step comes to on two workers."""
     import keras_dist_ext as kde
 
-    return trained(kde, strategy, STEPS[name])
+    return trained(kde, strategy, STEPS[name], DATA[rows]())

@@ -426,6 +426,6 @@ def train(name: str, base: Any, strategy: tf.distribute.Strategy, size: int = 8)
     return history, model.get_weights()
 
 
-def train_on_workers(strategy: Any, folder: pathlib.Path, name: str) -> Any:
+def train_on_workers(strategy: Any, folder: pathlib.Path, name: str, size: int) -> Any:
     """See ``train``; on a worker."""
-    return train(name, kde.Model, strategy)
+    return train(name, kde.Model, strategy, size)
