@@ -466,7 +466,10 @@ KNOWN = {"none": (None, None), "all": (4, 10), "some": (None, 10)}
 
 @pytest.mark.parametrize("known", rotating(KNOWN, ["none"]))
 @pytest.mark.parametrize("run_eagerly", rotating([False, True], [False]))
-def test_unequal_rows_are_one_error_whenever_they_are_known(mirrored, known, run_eagerly):
+@pytest.mark.parametrize("kind", rotating(["mirrored2", "mirrored4"], ["mirrored2"]))
+def test_unequal_rows_are_one_error_whenever_they_are_known(strategies, kind, known, run_eagerly):
+    mirrored = strategies.get(kind)
+
     class Net(kde.Model):
         def __init__(self):
             super().__init__()
@@ -531,7 +534,9 @@ class Whole(kde.Model):
 
 
 @pytest.mark.parametrize("run_eagerly", rotating([False, True], [False]))
-def test_an_output_that_is_not_for_each_example_is_refused(mirrored, run_eagerly):
+@pytest.mark.parametrize("kind", rotating(["mirrored2", "mirrored4"], ["mirrored2"]))
+def test_an_output_that_is_not_for_each_example_is_refused(strategies, kind, run_eagerly):
+    mirrored = strategies.get(kind)
     refused = {r"\(\)": lambda net, x: tf.reduce_mean(x), r"\(3,\)": lambda net, x: net.scale + 0.0}
     for shape, give in refused.items():
         with mirrored.scope():

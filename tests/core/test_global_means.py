@@ -1,5 +1,6 @@
 """A loss or a mean by which a step scales gradients, or decides, must be that of the whole batch."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import tensorflow as tf
 from cases import rotating
 from keras.optimizers import SGD
+from two_workers import on_two_workers
 
 import keras_dist_ext as kde
 from keras_dist_ext.errors import LoopError
@@ -107,16 +109,47 @@ def made(library: Any, strategy: Any, step: Any, of: Any) -> Any:
     return net
 
 
-@pytest.mark.parametrize("num_rows", rotating([9, 8, 7], [9]))  # in batches of 4: one, four and three in the last
-@pytest.mark.parametrize("step", rotating(STEPS, [times_itself]))
-def test_it_is_by_reduce_gradients_as_on_one_device(mirrored, step, num_rows):
-    results = []
-    for library, strategy in ((keras, tf.distribute.get_strategy()), (kde, mirrored)):
-        net = made(library, strategy, step, whole)
-        net.fit(X[:num_rows], Y[:num_rows], batch_size=4, shuffle=False, verbose=0)
-        results.append(net.get_weights())
-    for one, other in zip(*results, strict=True):
+def trained(library: Any, strategy: Any, step: Any, num_rows: int) -> Any:
+    """Return the weights after batches of 4: one, four or three are in the last."""
+    net = made(library, strategy, step, whole)
+    net.fit(X[:num_rows], Y[:num_rows], batch_size=4, shuffle=False, verbose=0)
+    return net.get_weights()
+
+
+def trained_on_workers(strategy: Any, folder: Any, step: str, num_rows: int) -> Any:
+    return trained(kde, strategy, globals()[step], num_rows)
+
+
+@functools.cache
+def on_one_device(step: Any, num_rows: int) -> Any:
+    return trained(keras, tf.distribute.get_strategy(), step, num_rows)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    for one, other in zip(expected, found, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", rotating(["mirrored2", "mirrored4"], ["mirrored2"]))
+@pytest.mark.parametrize("num_rows", rotating([9, 8, 7], [9]))
+@pytest.mark.parametrize("step", rotating(STEPS, [times_itself]))
+def test_it_is_by_reduce_gradients_as_on_one_device(strategies, step, num_rows, kind):
+    assert_close(trained(kde, strategies.get(kind), step, num_rows), on_one_device(step, num_rows))
+
+
+@pytest.mark.parametrize(
+    ("step", "num_rows"),
+    [
+        pytest.param(
+            step, num_rows, marks=[on_two_workers(trained_on_workers, step.__name__, num_rows), pytest.mark.rotating]
+        )
+        for step in STEPS
+        for num_rows in (9, 8, 7)
+    ],
+)
+def test_so_it_is_on_two_workers(values, step, num_rows):
+    for found in values:
+        assert_close(found, on_one_device(step, num_rows))
 
 
 @pytest.mark.parametrize("step", rotating(REFUSED, [scales]))

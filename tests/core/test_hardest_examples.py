@@ -1,5 +1,6 @@
 """Steps that take some of the examples, such as the hardest ones, on replicas that may have fewer, or none."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import tensorflow as tf
 from cases import rotating
 from keras.optimizers import SGD
+from two_workers import on_two_workers
 
 import keras_dist_ext as kde
 from keras_dist_ext.errors import StepError
@@ -94,17 +96,55 @@ def made(library: Any, strategy: Any, way: Any, loss: Loss, **options: Any) -> A
     return net
 
 
-@pytest.mark.parametrize("size", rotating([4, 8, 7], [4]))  # one, five and no examples in the last batch
+def trained(library: Any, strategy: Any, way: Any, loss: Loss, size: int) -> Any:
+    """Return the weights after batches of 4, 8 or 7, of which the last has one, five or all examples."""
+    net = made(library, strategy, way, of_all(loss))
+    net.fit(X, Y, batch_size=size, shuffle=False, verbose=0)
+    return net.get_weights()
+
+
+def trained_on_workers(strategy: Any, folder: Any, way: str, loss: str, size: int) -> Any:
+    return trained(kde, strategy, globals()[way], globals()[loss], size)
+
+
+@functools.cache
+def on_one_device(way: Any, loss: Loss, size: int) -> Any:
+    return trained(keras, tf.distribute.get_strategy(), way, loss, size)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", rotating(["mirrored2", "mirrored4"], ["mirrored2"]))
+@pytest.mark.parametrize("size", rotating([4, 8, 7], [4]))
 @pytest.mark.parametrize("loss", rotating(TAKING, [hardest_half]))
 @pytest.mark.parametrize("way", rotating(WAYS, [in_compute_loss]))
-def test_of_gathered_rows_they_are_those_of_one_device(mirrored, way, loss, size):
-    results = []
-    for library, strategy in ((keras, tf.distribute.get_strategy()), (kde, mirrored)):
-        net = made(library, strategy, way, of_all(loss))
-        net.fit(X, Y, batch_size=size, shuffle=False, verbose=0)
-        results.append(net.get_weights())
-    for one, other in zip(*results, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+def test_of_gathered_rows_they_are_those_of_one_device(strategies, way, loss, size, kind):
+    assert_close(trained(kde, strategies.get(kind), way, loss, size), on_one_device(way, loss, size))
+
+
+@pytest.mark.parametrize(
+    ("way", "loss", "size"),
+    [
+        pytest.param(
+            way,
+            loss,
+            size,
+            marks=[
+                on_two_workers(trained_on_workers, way.__name__, loss.__name__, size),
+                pytest.mark.rotating,
+            ],
+        )
+        for i, loss in enumerate(TAKING)
+        for size in (4, 8)
+        for way in [WAYS[i % len(WAYS)]]
+    ],
+)
+def test_so_they_are_on_two_workers(values, way, loss, size):
+    for found in values:
+        assert_close(found, on_one_device(way, loss, size))
 
 
 @pytest.mark.parametrize("loss", rotating(FAILING, [worst]))
