@@ -43,6 +43,7 @@ CASES = {
     "mirrored2": ("mirrored2", {}, {}),
     "mirrored3": ("mirrored3", {}, {}),
     "mirrored4": ("mirrored4", {}, {}),
+    "even rows on mirrored4, as constants": ("mirrored4", {}, {"size": 8, "static": True}),
     "a scaled loss": ("mirrored2", {"scales": True}, {}),
     "even rows, as constants": ("mirrored2", {}, {"size": 6, "static": True}),
     "uneven rows, as constants": ("mirrored2", {}, {"size": 7, "static": True}),
@@ -72,12 +73,17 @@ def test_rows_are_gathered_by_collectives_one_step_at_a_time(collective):
     assert_close(row_runs.train(ours), on_one_device(losses=losses))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "data",
     [
-        pytest.param("dynamic", marks=on_two_workers(row_runs.train_on_workers, "dynamic")),
-        pytest.param("static", marks=on_two_workers(row_runs.train_on_workers, "static")),
+        pytest.param(
+            data,
+            marks=[
+                on_two_workers(row_runs.train_on_workers, data),
+                pytest.mark.rotating if data == "even" else pytest.mark.slow,
+            ],
+        )
+        for data in row_runs.OF_WORKERS
     ],
 )
 def test_workers_have_the_rows_of_all(values, data):
@@ -217,75 +223,13 @@ def test_what_has_no_rows_or_is_not_dense_is_refused(mirrored):
 # Where it is asked for
 
 
-class Spread(keras.layers.Layer):
-    """Adds to the loss how little the examples of a batch differ, and keeps how much they do."""
-
-    def build(self, input_shape):
-        self.seen = self.add_weight(shape=(input_shape[-1],), initializer="zeros", trainable=False, name="seen")
-
-    def call(self, x, training=False):
-        deviation = tf.math.reduce_std(kde.gather_rows(x), 0)
-        self.add_loss(0.1 * tf.reduce_sum(tf.nn.relu(2.0 - deviation)))
-        if training:
-            self.seen.assign(0.9 * self.seen + 0.1 * deviation)
-        return x / (deviation + 1.0)
-
-
-def ranking(y_true, y_pred):
-    """How far from each other the predictions of all are, against how far they should be."""
-    y_true, y_pred = kde.gather_rows((y_true, y_pred))
-    return tf.reduce_mean((y_pred - tf.transpose(y_pred) - y_true + tf.transpose(y_true)) ** 2)
-
-
-def ranking_of_own(y_true, y_pred):
-    """The same, for each of the examples at hand."""
-    return against((y_true, y_pred), kde.gather_rows((y_true, y_pred)))
-
-
-def against(one, other):
-    (y_true, y_pred), (others, predicted) = one, map(tf.transpose, other)
-    return tf.reduce_mean((y_pred - predicted - y_true + others) ** 2, axis=1)
-
-
-def ranking_of_all(y_true, y_pred):
-    """The same, for each of all examples."""
-    everyone = kde.gather_rows((y_true, y_pred))
-    return against(everyone, everyone)
-
-
-class OfFunction(keras.losses.Loss):
-    def __init__(self, function, reduction):
-        super().__init__(reduction=reduction)
-        self.call = function
-
-
-def compiled(lib, strategy, loss, reduction="sum_over_batch_size", **arguments):
-    keras.utils.set_random_seed(2)
-    with strategy.scope():
-        net = lib.Sequential([keras.Input((5,)), keras.layers.Dense(4), Spread(), keras.layers.Dense(1)])
-        net.compile(
-            keras.optimizers.SGD(0.02),
-            OfFunction(loss, reduction),
-            metrics=[ranking, ranking_of_own, ranking_of_all],
-            **arguments,
-        )
-    return net
-
-
-COMPILED = {
-    "a mean of all": {"loss": ranking},
-    "a mean of own": {"loss": ranking_of_own},
-    "a sum of own": {"loss": ranking_of_own, "reduction": "sum"},
-    "a mean of a vector of all": {"loss": ranking_of_all},
-}
-
-
-@pytest.mark.parametrize("case", rotating(COMPILED, [], slow=["a sum of own"]))
+@pytest.mark.parametrize("case", rotating(row_runs.COMPILED, [], slow=["a sum of own"]))
 @pytest.mark.parametrize("kind", rotating(["mirrored2", "mirrored4"], ["mirrored2"]))
 def test_losses_metrics_and_layers_of_a_compiled_model_see_all_rows(strategies, case, kind):
     y = X.sum(axis=1, keepdims=True)
     nets = [
-        compiled(lib, strategy, **COMPILED[case]) for lib, strategy in ((kde, strategies.get(kind)), (keras, DEFAULT))
+        row_runs.compiled(lib, strategy, **row_runs.COMPILED[case])
+        for lib, strategy in ((kde, strategies.get(kind)), (keras, DEFAULT))
     ]
     given = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0, "validation_data": (X[:9], y[:9])}
     ours, stock = (net.fit(X, y, **given).history for net in nets)
@@ -294,6 +238,17 @@ def test_losses_metrics_and_layers_of_a_compiled_model_see_all_rows(strategies, 
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     ours, stock = (net.predict(X, batch_size=7, verbose=0) for net in nets)
     np.testing.assert_allclose(ours, stock, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=on_two_workers(row_runs.train_compiled_on_workers, case)) for case in row_runs.COMPILED],
+)
+def test_so_they_do_on_two_workers(values, case):
+    expected = row_runs.train_compiled(keras, DEFAULT, case)
+    for found in values:
+        assert_close(found, expected)
 
 
 @pytest.mark.slow

@@ -146,10 +146,93 @@ def train(model: Any, *, splits: bool = False, **given: Any) -> tuple[dict[str, 
     return history, {variable.path: np.asarray(variable) for variable in model.weights}
 
 
-OF_WORKERS: dict[str, Any] = {"dynamic": {"size": 7}, "static": {"size": 7, "static": True}}
+OF_WORKERS: dict[str, Any] = {
+    "dynamic": {"size": 7},
+    "static": {"size": 7, "static": True},
+    "even": {"size": 6, "static": True},
+}
 OF_WORKERS_LOSSES = ("sum of all", "both")
 
 
 def train_on_workers(strategy: Any, folder: pathlib.Path, data: str) -> Any:
     """See ``train``; on a worker."""
     return train(make(kde, strategy, losses=OF_WORKERS_LOSSES), **OF_WORKERS[data])
+
+
+class Spread(keras.layers.Layer):
+    """Adds to the loss how little the examples of a batch differ, and keeps how much they do."""
+
+    def build(self, input_shape: Any) -> None:
+        self.seen = self.add_weight(shape=(input_shape[-1],), initializer="zeros", trainable=False, name="seen")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        deviation = tf.math.reduce_std(kde.gather_rows(x), 0)
+        self.add_loss(0.1 * tf.reduce_sum(tf.nn.relu(2.0 - deviation)))
+        if training:
+            self.seen.assign(0.9 * self.seen + 0.1 * deviation)
+        return x / (deviation + 1.0)
+
+
+def ranking(y_true: Any, y_pred: Any) -> Any:
+    """How far from each other the predictions of all are, against how far they should be."""
+    y_true, y_pred = kde.gather_rows((y_true, y_pred))
+    return tf.reduce_mean((y_pred - tf.transpose(y_pred) - y_true + tf.transpose(y_true)) ** 2)
+
+
+def ranking_of_own(y_true: Any, y_pred: Any) -> Any:
+    """The same, for each of the examples at hand."""
+    return against((y_true, y_pred), kde.gather_rows((y_true, y_pred)))
+
+
+def against(one: Any, other: Any) -> Any:
+    (y_true, y_pred), (others, predicted) = one, map(tf.transpose, other)
+    return tf.reduce_mean((y_pred - predicted - y_true + others) ** 2, axis=1)
+
+
+def ranking_of_all(y_true: Any, y_pred: Any) -> Any:
+    """The same, for each of all examples."""
+    everyone = kde.gather_rows((y_true, y_pred))
+    return against(everyone, everyone)
+
+
+class OfFunction(keras.losses.Loss):
+    def __init__(self, function: Any, reduction: str) -> None:
+        super().__init__(reduction=reduction)
+        self.call = function
+
+
+def compiled(
+    lib: Any, strategy: tf.distribute.Strategy, loss: Any, reduction: str = "sum_over_batch_size", **arguments: Any
+) -> Any:
+    """Return a model whose loss, layer and metrics see all rows."""
+    keras.utils.set_random_seed(2)
+    with strategy.scope():
+        net = lib.Sequential([keras.Input((5,)), keras.layers.Dense(4), Spread(), keras.layers.Dense(1)])
+        net.compile(
+            keras.optimizers.SGD(0.02),
+            OfFunction(loss, reduction),
+            metrics=[ranking, ranking_of_own, ranking_of_all],
+            **arguments,
+        )
+    return net
+
+
+COMPILED: dict[str, Any] = {
+    "a mean of all": {"loss": ranking},
+    "a mean of own": {"loss": ranking_of_own},
+    "a sum of own": {"loss": ranking_of_own, "reduction": "sum"},
+    "a mean of a vector of all": {"loss": ranking_of_all},
+}
+
+
+def train_compiled(lib: Any, strategy: tf.distribute.Strategy, case: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a compiled model has logged and become in two epochs."""
+    net = compiled(lib, strategy, **COMPILED[case])
+    y = VIEWS[0].sum(axis=1, keepdims=True)
+    history = net.fit(VIEWS[0], y, batch_size=7, epochs=2, shuffle=False, verbose=0).history
+    return history, {str(place): weight for place, weight in enumerate(net.get_weights())}
+
+
+def train_compiled_on_workers(strategy: Any, folder: pathlib.Path, case: str) -> Any:
+    """See ``train_compiled``; on a worker."""
+    return train_compiled(kde, strategy, case)
