@@ -86,6 +86,7 @@ class DeadlockWatch:
             yield
             return
         self._number += 1
+        self.presence.begin_wait()
         self.presence.wait = what
         self._data_ended = ""
         self._waiting_thread = threading.get_ident()
@@ -109,6 +110,17 @@ class DeadlockWatch:
         finally:
             self._here = None
             self.presence.wait = ""
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Have an error that leaves it end the waits of the others, which it would not end by itself."""
+        try:
+            yield
+        except (StopIteration, tf.errors.OutOfRangeError):  # the data has ended
+            raise
+        except Exception as error:
+            self.presence.leave_run(error)
+            raise
 
     def note_steps(self, num_made: _Count) -> _Count:
         """Note, while this worker waits, that its data had so many of the steps that it waits in."""
@@ -240,7 +252,10 @@ class DeadlockWatch:
         texts = {worker: last for worker, (_, last) in self._read.items()}
         texts[self._store.index] = self._published[-1]
         here = _Wait(*json.loads(self._published[-1]))
-        ended = self._ended_before(here)
+        failed = {worker: self.presence.failure_of(worker) for worker in self._store.others}
+        # One may have passed this wait without the others, as a check that it cannot make.
+        left = {worker: notice.what for worker, notice in failed.items() if notice and notice.number <= here.number}
+        ended = left | self._ended_before(here)
         if ended:
             others = [worker for worker in self._store.others if worker not in ended]
             busy = self.presence.ask([worker for worker in others if not texts[worker]])

@@ -34,11 +34,11 @@ _LOOK_SECONDS = 0.5
 _LINGER_SECONDS = 2.0
 _ANSWER_SECONDS = 3.0
 _LEADER = 0  # the worker whose process holds what all store
-_ENDED, _HEARD, _ASK, _PLACE = "ended", "ended-heard", "ask", "place"
+_ENDED, _HEARD, _ASK, _PLACE, _FAILED = "ended", "ended-heard", "ask", "place", "failed"
 
 
 class ExitNotice(NamedTuple):
-    """What a worker has stored when its program ended."""
+    """What a worker has stored when its program ended, or one of its runs by an error."""
 
     number: int  # of waits in which all the others have come
     what: str  # "has ended", or how it has failed
@@ -62,6 +62,10 @@ class Presence:
         self._ended: dict[int, ExitNotice] = {}
         self._has_ended = False
         self._failure = ""
+        self._failed: dict[int, tuple[int, ExitNotice | None]] = {}  # how much others have told, and the last
+        self._num_told = 0  # failures of runs, and that another run has begun
+        self._failed_after = -1  # so many waits, by the last failure
+        self._is_to_recover = False
         self._over = threading.Event()
         self._lock = threading.Lock()
         self.num_waits = 0
@@ -95,6 +99,34 @@ class Presence:
         self._failure = f"has failed with {kind.__name__}{_line_in(traceback.extract_tb(trace))}"
         if issubclass(kind, WorkersError) and self.cause:
             self._failure += f", since {self.cause}"
+
+    def leave_run(self, error: Exception) -> None:
+        """Tell the others that this worker has left a run by an error, whatever its program does then."""
+        if self._is_to_recover:  # a run within a run has told
+            return
+        what = f"has left its run with {type(error).__name__}{_line_in(traceback.extract_tb(error.__traceback__))}"
+        first_line = str(error).strip().partition("\n")[0]
+        self._failed_after, self._is_to_recover = self.num_waits, True
+        self._tell(json.dumps([self.num_waits, f"{what}: {first_line[:300]}" if first_line else what]))
+
+    def begin_wait(self) -> None:
+        """Tell the others, if it had left a run, that it waits for them again."""
+        if self._is_to_recover:
+            self._is_to_recover = False
+            self._tell("-")
+
+    def _tell(self, text: str) -> None:
+        with contextlib.suppress(Exception):  # the cluster is gone
+            self._store.set(f"{_FAILED}/{self._num_told}", text)
+        self._num_told += 1
+
+    def failure_of(self, worker: int) -> ExitNotice | None:
+        """Return how another worker has left its run; None where it has not, or this one has as well."""
+        number, last = self._failed.get(worker, (0, None))
+        while (text := self._store.get(f"{_FAILED}/{number}", worker, 0.01)) is not None:
+            number, last = number + 1, None if text == "-" else ExitNotice(*json.loads(text))
+        self._failed[worker] = number, last
+        return None if last is None or last.number <= self._failed_after else last
 
     def end_of(self, worker: int) -> ExitNotice | None:
         """Return the last word of another worker; None where it has stored none."""

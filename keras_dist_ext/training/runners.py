@@ -44,6 +44,10 @@ class StepRunner:
 
     def __call__(self, iterator: Execution | Iterator[StepData]) -> TensorNest:
         """Run the steps of an execution, or one step on the next batch; return the logs."""
+        with _running(self.program.strategy):
+            return self._run(iterator)
+
+    def _run(self, iterator: Execution | Iterator[StepData]) -> TensorNest:
         program, runtime = self.program, self.program.model.replica_runtime
         check: Callable[[], str | None] = _nothing
         if isinstance(iterator, Execution):
@@ -105,7 +109,8 @@ def _check(program: StepProgram | CoordinatorProgram, first_batch: Callable[[], 
     """See whether steps do what one device does; return why that could not be seen."""
     if isinstance(program, CoordinatorProgram):
         return check_metrics(program.model)
-    return check_step(program.step, first_batch, functools.partial(_prepare, program), _UNPREPARED)
+    with _waiting(program.strategy, f"the check of {_NAMES[program.kind]}"):  # of which one may fail on some rows
+        return check_step(program.step, first_batch, functools.partial(_prepare, program), _UNPREPARED)
 
 
 def _explained(program: StepProgram | CoordinatorProgram, error: Exception) -> Exception | None:
@@ -173,6 +178,12 @@ def _waiting(strategy: tf.distribute.Strategy, what: str) -> contextlib.Abstract
     return contextlib.nullcontext() if workers is None else workers.watch.waiting(what)
 
 
+def _running(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[None]:
+    """Have the other workers know of an error."""
+    workers = workers_of(strategy)
+    return contextlib.nullcontext() if workers is None else workers.watch.running()
+
+
 def _prepare(program: StepProgram, unprepared: Exception) -> None:
     """Make good what tracing a step has found missing."""
     if isinstance(unprepared, MISSING):
@@ -205,7 +216,7 @@ def predictor(program: PredictProgram | CoordinatorProgram) -> PredictFunction:
         return on_batches([tree.map_structure(_as_tensor, batch) for batch in batches], "predict_on_batch")
 
     def on_batches(batches: Sequence[StepData], what: str, *, of_worker: bool = False) -> TensorNest:
-        with _waiting(program.strategy, what):
+        with _running(program.strategy), _waiting(program.strategy, what):
             unseen = check_prediction(program, batches[0]) if isinstance(program, PredictProgram) and batches else None
             try:
                 with as_data_errors():

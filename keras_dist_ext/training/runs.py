@@ -70,7 +70,7 @@ def fitting(
         fingerprint = run_fingerprint(model, _with_defaults(call).arguments, callbacks_of_all_workers(callbacks))
         workers.check_consistency("call fit", fingerprint)
     take_into_scope(model, model.distribute_strategy)
-    with runtime.prepared(callbacks):
+    with _running(workers), runtime.prepared(callbacks):
         sizers = sizers_of(callbacks, workers, "train", "test")
         if workers is not None:
             callbacks = [*callbacks_of_worker(callbacks, workers), WorkerSync(workers, runtime.find_divergence)]
@@ -102,6 +102,7 @@ def evaluating(
             take_into_scope(model, model.distribute_strategy)
             stack.enter_context(model.replica_runtime.prepared(callbacks))
             workers = workers_of(model.distribute_strategy)
+            stack.enter_context(_running(workers))
             verbose = call.arguments.get("verbose", "auto") if workers is None or workers.is_chief else 0
             callbacks = RunCallbackList(callbacks, model, verbose=verbose, epochs=1, add_history=False)
             call.arguments["callbacks"] = callbacks
@@ -119,7 +120,7 @@ def predicting(
     call = _PREDICT.bind(model, *args, **kwargs)
     workers = workers_of(model.distribute_strategy)
     runtime = model.replica_runtime
-    with runtime.prepared(call.arguments.get("callbacks")):
+    with _running(workers), runtime.prepared(call.arguments.get("callbacks")):
         model.replica_seeds.begin()
         runtime.check_layers("predict")
         if workers is not None:
@@ -131,6 +132,11 @@ def predicting(
         sizers: Mapping[RunKind, ExecutionSizer] = {"predict": ExecutionSizer(max(ahead, model.steps_per_execution))}
         with _epoch_data(runtime, sizers, None):
             yield call
+
+
+def _running(workers: Workers | None) -> contextlib.AbstractContextManager[None]:
+    """Have the other workers know of an error."""
+    return contextlib.nullcontext() if workers is None else workers.watch.running()
 
 
 @contextlib.contextmanager

@@ -543,6 +543,43 @@ def test_a_wait_for_a_worker_that_has_ended_says_so(watches: Any) -> None:
     )
 
 
+def left_by_an_error(watch: Any) -> None:
+    with pytest.raises(kde.StepError, match="few examples"), watch.running():
+        raise kde.StepError("too few examples")
+
+
+def test_a_wait_for_a_worker_that_has_left_its_run_by_an_error_says_so_though_its_program_goes_on(watches: Any) -> None:
+    first, second, aborted, _ = watches
+    with first.waiting("step 1"), second.waiting("step 1"):
+        pass
+    left_by_an_error(second)
+
+    def wait_in_vain() -> None:
+        with first.waiting("steps 2 to 8 of training"):
+            for _ in range(200):
+                if not aborted:
+                    time.sleep(0.05)
+            raise tf.errors.InternalError(None, None, aborted[0])
+
+    message = r"never comes: worker 1 has left its run with StepError \(test_failures.py:.*\): too few examples\. Every"
+    with pytest.raises(kde.WorkersError, match=message):
+        wait_in_vain()
+
+
+def test_workers_that_have_both_left_a_run_and_one_that_begins_another_are_waited_for(watches: Any) -> None:
+    first, second, aborted, _ = watches
+    left_by_an_error(second)
+    left_by_an_error(first)
+    with first.waiting("step 1"):
+        time.sleep(0.6)
+        with second.waiting("step 1"):
+            pass
+    left_by_an_error(second)
+    with second.waiting("step 2"), first.waiting("step 2"):  # once more, after all
+        time.sleep(0.6)
+    assert aborted == []
+
+
 def test_a_worker_that_ends_after_the_last_common_step_does_no_harm(watches: Any) -> None:
     first, second, aborted, _ = watches
     with first.waiting("step 1"):
@@ -1086,6 +1123,7 @@ DIFFERENT_WAYS = [
     ("one predicts alone", "waits for a worker that never comes: worker 1 has ended. Every worker must"),
     ("one builds alone", "in the creation of a variable (failure_runs.py:"),
     ("one does not train", "Worker 0 is about to call fit, and worker 1 did not arrive within 20 s"),
+    ("the loss of one fails", "worker 1 has left its run with ArithmeticError (failure_runs.py:"),
 ]
 
 
