@@ -8,6 +8,7 @@ In reading order:
     layer_state         state that layers assign
     metric_state        what metrics compute from the rows of all replicas
     gradients           from a replica's gradients to those of the global batch
+    jacobians           those of a replica without examples
     gradient_values     dense or sparse, the values of one
     kept_gradients      those that are not summed yet, and where they go
     compression         rounds gradients to 16 bits before they are sent, and sends later what is left
