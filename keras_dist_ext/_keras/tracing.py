@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ __all__ = [
     "run_independently",
     "return_in_place",
     "in_branch",
+    "in_vectorized_map",
     "in_xla",
     "know_variables",
     "capture_thread_state",
@@ -229,6 +231,18 @@ _BRANCHES = (
     control_flow_v2_func_graphs.WhileCondFuncGraph,
     control_flow_v2_func_graphs.WhileBodyFuncGraph,
 )
+
+
+def in_vectorized_map() -> bool:
+    """Whether what is traced now is one turn of a tf.vectorized_map.
+
+    All turns are made from the ops of one, in a scope of that name (python/ops/parallel_for/control_flow_ops.py,
+    ``_pfor_impl``), so a turn cannot wait for those of other replicas.
+    """
+    return _TURN.search(tf.get_current_name_scope()) is not None
+
+
+_TURN = re.compile(r"(^|/)loop_body(_\d+)?(/|$)")
 
 
 def in_xla() -> bool:

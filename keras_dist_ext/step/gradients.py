@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.optimizers import inner_optimizer, keeps_gradients, optimized_variables
 from keras_dist_ext._keras.tapes import is_differentiated
+from keras_dist_ext._keras.tracing import in_vectorized_map
 from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.aliases import Gradient, TensorNest
 from keras_dist_ext.step.ancestry import Value, sources, walk_back
@@ -81,6 +82,8 @@ class Gradients:
     ) -> TensorNest:
         """Return gradients of the global batch for what all replicas share, and this replica's own for all else.
 
+        In a tf.vectorized_map, which has a turn for each row, all are the replica's own.
+
         Args:
             gradient: takes a target and what comes from above; returns gradients.
             target: a loss, or several.
@@ -88,6 +91,8 @@ class Gradients:
             output_gradients: what comes from above, see ``tf.GradientTape.gradient``.
             of_keras: the optimizer that Keras' own step gives the gradients to; None for a step of the user's.
         """
+        if self._reducer.num_replicas > 1 and in_vectorized_map():  # a turn is a row, and each replica has its own
+            return gradient(target, output_gradients)
         flat_sources = tf.nest.flatten(sources)
         known = self._observer.on_differentiate(target, flat_sources)
         goes_straight = of_keras is not None and keeps_gradients(of_keras)

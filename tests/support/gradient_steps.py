@@ -335,6 +335,18 @@ def by_no_tape(model: Any, x: Any, y: Any) -> dict[str, Any]:
     return {"norm": tf.norm(kernel)}
 
 
+def clipped_for_each_example(model: Any, x: Any, y: Any) -> dict[str, Any]:
+    import keras_dist_ext as kde
+
+    def of_example(row: Any) -> list[Any]:
+        found = gradients_of(model, row[0][None], row[1][None])[1]
+        return [g * tf.minimum(1.0, 0.3 / tf.linalg.global_norm(found)) for g in found]
+
+    clipped = tf.vectorized_map(of_example, (x, y))
+    update(model, kde.reduce_gradients([tf.reduce_mean(g, axis=0) for g in clipped]))
+    return {"l": loss_of(model, x, y)}
+
+
 STEPS: dict[str, Step] = {
     name: step
     for name, step in list(globals().items())
