@@ -4,10 +4,12 @@ import re
 
 import keras
 import numpy as np
+import odd_batch_runs
 import pytest
 import tensorflow as tf
 from cases import rotating
 from strategies import strategies
+from two_workers import on_two_workers
 
 import keras_dist_ext as kde
 from keras_dist_ext._keras.strategies import strategy_of_variable
@@ -62,6 +64,16 @@ def test_a_layer_adapted_outside_of_the_scope_computes_what_it_does_in_stock_ker
         assert strategy_of_variable(variable) is strategies.get(kind)
         for copy in components(variable):
             np.testing.assert_array_equal(copy.numpy(), value)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    "size", [pytest.param(n, marks=on_two_workers(odd_batch_runs.adapted_on_workers, n)) for n in (8, 7)]
+)
+def test_so_it_does_on_two_workers_that_adapt_it_alike(values, size):
+    for found in values:
+        for one, other in zip(found, odd_batch_runs.adapted(size), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_a_layer_that_was_moved_can_still_be_adapted_and_used_outside():

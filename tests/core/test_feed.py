@@ -6,12 +6,14 @@ import threading
 
 import keras
 import numpy as np
+import odd_batch_runs
 import pytest
 import tensorflow as tf
 from cases import rotating
 from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import Strategies
+from two_workers import on_two_workers
 
 import keras_dist_ext as kde
 from keras_dist_ext.errors import DataError
@@ -519,6 +521,18 @@ def test_a_number_that_comes_along_with_a_batch_is_the_same_on_all_replicas(mirr
             net.compile(keras.optimizers.SGD(0.1))
         found.append([*net.fit(data, verbose=0).history.values(), net.get_weights()[0][0]])
     np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    "known", [pytest.param(name, marks=on_two_workers(odd_batch_runs.refusals, *KNOWN[name])) for name in KNOWN]
+)
+def test_so_they_are_on_two_workers_and_an_output_without_rows_too(values, known):
+    unequal = r"A batch holds tensors of different numbers of rows \((x/)?table 10, (x/)?x 4(, y 4)?\), so it cannot be"
+    for told in values:
+        for call in ("fit", "evaluate", "predict", "train_on_batch"):
+            assert re.match(unequal, told[call]), call
+        assert "predict: the output more has the shape (), without a dimension for" in told["an output of no row"]
 
 
 class Whole(kde.Model):
