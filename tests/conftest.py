@@ -142,7 +142,7 @@ def _checks_of_fit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """Have `fit` check steps with code of the user's in a share of the tests: it traces each step once more."""
     node, runners = request.node, sys.modules.get("keras_dist_ext.training.runners")
     checks = request.config.option.every_case or node.get_closest_marker("checks_fit") is not None
-    checks = checks or is_its_turn(f"checks of fit in {node.nodeid}", turns=8, commit=_commit(request.config))
+    checks = checks or is_its_turn(f"checks of fit in {node.nodeid}", commit=_commit(request.config))
     if runners is not None and not checks:
         monkeypatch.setattr(runners, "check_step", lambda *_: None)
 
