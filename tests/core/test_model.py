@@ -855,7 +855,7 @@ def test_a_model_that_is_gone_has_taken_its_graphs_along(strategies, kind):
 
 
 @pytest.mark.parametrize("persistent", rotating([False, True], [True]))
-@pytest.mark.parametrize("kind", rotating(Strategies.KINDS, ["mirrored2"]))
+@pytest.mark.parametrize("kind", rotating(Strategies.KINDS, [], slow=["mirrored2"]))
 def test_a_run_inside_of_a_tape_is_as_outside(kind, persistent, strategies):
     strategy = strategies.get(kind)
     x = np.random.default_rng(0).random((40, 3), dtype="float32")

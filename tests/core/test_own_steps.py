@@ -61,6 +61,7 @@ def test_so_it_does_on_two_workers(name, size, values):
         own_steps.compare(on_one_device(name, size), found)
 
 
+@pytest.mark.slow
 def test_under_no_strategy_python_calls_a_model_as_often_as_in_stock_keras():
     def calls(lib):
         class Net(lib.Model):

@@ -34,7 +34,7 @@ from keras_dist_ext.training.snapshot import _copies
 
 slow = pytest.mark.slow
 FAULTS = [
-    pytest.param("sequential_map", "sequential-map"),
+    pytest.param("sequential_map", "sequential-map", marks=slow),
     pytest.param("no_prefetch", "no-prefetch", marks=slow),
     pytest.param("generator_bound", "generator-bound", marks=slow),
     pytest.param("python_generator", "generator-bound", marks=slow),
