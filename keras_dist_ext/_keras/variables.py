@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 from tensorflow.python.distribute import values as distribute_values
@@ -31,7 +32,7 @@ __all__ = [
     "parameter_server_variable",
     "move_variable",
     "initialize_again",
-    "counts_initial_value_often",
+    "hold_sum",
     "NamedVariable",
     "variables_of_module",
     "without_aggregation",
@@ -252,22 +253,70 @@ for _name in ("assign", "assign_add", "assign_sub"):
 
 
 # Sums of which each replica holds a part: TensorFlow gives the initial value to each, so that it is read times their
-# number, and divides among them what it assigns and restores, which integers do not survive. Here the first holds it.
+# number, and divides among them what it assigns and restores, which integers do not survive. Of a model of ours the
+# first replica holds it. All others, such as metrics of stock Keras, are only noted where they are made.
 
 _SUM = tf.VariableAggregation.SUM
-_made: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()  # variables are not hashable
+_NOTE = "keras_dist_ext_note"  # an attribute of variables, which are not hashable
 
 
-def counts_initial_value_often(variable: tf.Variable) -> bool:
-    """Whether such a variable was made before this module was there, and each replica may hold its initial value."""
-    if not _is_sum(variable) or _made.get(id(variable)) is variable or len(variable.values) == 1:
-        return False
-    parts = [part.numpy() for part in variable.values]
-    return bool(parts[0].any()) and all((part == parts[0]).all() for part in parts)
+class _Note(NamedTuple):
+    """What is known of a sum.
+
+    Attributes:
+        initial: what all replicas hold as long as nobody has assigned anything.
+        is_held: whether the first replica holds what is assigned.
+        is_refused: whether it was made before this module was there, and its initial value is unknown.
+    """
+
+    initial: tf.Tensor | None = None
+    is_held: bool = False
+    is_refused: bool = False
+
+
+def hold_sum(variable: Variable) -> bool:
+    """Have the first replica hold what a sum over replicas begins with, and what is assigned to it from now on.
+
+    A sum of which replicas hold other parts already is left as it is.
+
+    Returns:
+        False if it was made before this module was there, and all replicas hold the same: its initial value, or not.
+    """
+    variable = tf_variable(variable)
+    if not _is_sum(variable):
+        return True
+    note = _note_of(variable)
+    if note is not None and (note.is_held or note.is_refused):
+        return not note.is_refused
+    initial, is_refused = None if note is None else note.initial, False
+    if note is None or initial is not None:
+        parts = [part.numpy() for part in variable.values]
+        are_same = parts[0].any() and all(np.array_equal(part, parts[0]) for part in parts)
+        is_refused = note is None and are_same and len(parts) > 1
+        if initial is not None and are_same and np.array_equal(initial.numpy(), parts[0]):
+            _on_first(variable, "assign", initial, clears=True)
+    setattr(variable, _NOTE, _Note(is_held=not is_refused, is_refused=is_refused))
+    return not is_refused
 
 
 def _is_sum(variable: tf.Variable) -> bool:
     return isinstance(variable, distribute_values.SyncOnReadVariable) and variable.aggregation == _SUM
+
+
+def _note_of(variable: tf.Variable) -> _Note | None:
+    """Return what is known of a sum; None if it was made before this module was there."""
+    note: _Note | None = vars(variable).get(_NOTE)  # getattr would ask a replica's part
+    return note
+
+
+def _is_held(variable: tf.Variable) -> bool:
+    """Note that something is assigned to a variable; return whether the first replica is to hold it."""
+    if not _is_sum(variable):
+        return False
+    note = _note_of(variable)
+    is_held = note is not None and (note.is_held or note.is_refused)
+    setattr(variable, _NOTE, _Note(is_held=is_held))
+    return is_held
 
 
 def _on_first(variable: tf.Variable, method: str, value: TensorNest, *, clears: bool) -> list[tf.Variable | tf.Tensor]:
@@ -296,10 +345,7 @@ def _make(original: Original) -> Original:
     def make(*args: object, **kwargs: object) -> tf.Variable:
         variable = original(*args, **kwargs)
         if _is_sum(variable) and tf.executing_eagerly():  # else a function makes it, which is lifted out of its graph
-            first = first_replica(variable.distribute_strategy)
-            for part in variable.values[0 if first else 1 :]:
-                part.assign(tf.zeros_like(part))
-            _made[id(variable)] = variable
+            setattr(variable, _NOTE, _Note(variable.values[0].value()))
         return variable
 
     return make
@@ -309,7 +355,7 @@ def _assign(method: str) -> Original:
     def replace(original: Original) -> Original:
         @functools.wraps(original)
         def assign(variable: tf.Variable, value: TensorNest, read_value: bool = True) -> tf.Tensor | None:
-            if not _is_sum(variable):
+            if not _is_held(variable):
                 return original(variable, value, read_value=read_value)
             done = _on_first(variable, method, value, clears=method == "assign")
             with tf.control_dependencies([] if tf.executing_eagerly() else done):
@@ -323,7 +369,7 @@ def _assign(method: str) -> Original:
 def _restore(original: Original) -> Original:
     @functools.wraps(original)
     def restore(variable: tf.Variable, tensor: tf.Tensor, aggregation: tf.VariableAggregation) -> tf.Operation | None:
-        if not _is_sum(variable):
+        if not _is_held(variable):
             return original(variable, tensor, aggregation)
         done = _on_first(variable, "assign", tensor, clears=True)
         return None if tf.executing_eagerly() else tf.group(*done)

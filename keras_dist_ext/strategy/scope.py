@@ -23,7 +23,7 @@ from keras_dist_ext._keras.strategies import (
     strategy_of_optimizer,
     strategy_of_variable,
 )
-from keras_dist_ext._keras.variables import Variable, counts_initial_value_often, tf_variable, variables_of_module
+from keras_dist_ext._keras.variables import Variable, hold_sum, variables_of_module
 from keras_dist_ext.errors import ScopeError
 from keras_dist_ext.messages import counted
 from keras_dist_ext.strategy.given import checked_strategy
@@ -31,6 +31,7 @@ from keras_dist_ext.strategy.given import checked_strategy
 __all__ = [
     "check_scope",
     "check_sums",
+    "hold_sums",
     "report_scope",
     "ScopeReport",
     "ScopeEntry",
@@ -266,10 +267,7 @@ def _parts(model: keras.Layer) -> Iterator[_Part]:
     for _, optimizer in optimizers(model):
         yield from _optimizer_parts(optimizer)
 
-    metrics = [*getattr(model, "metrics", ()), *user_metrics(model)]
-    for layer in layers:
-        metrics.extend(own_metrics(layer))
-    for metric in metrics:
+    for metric in _metrics(model):
         for variable in metric.variables:
             yield from _of_variable(variable, "metric variable")
 
@@ -314,6 +312,12 @@ def _optimizer_parts(optimizer: keras.optimizers.Optimizer) -> Iterator[_Part]:
         yield from _optimizer_parts(inner)
 
 
+def _metrics(model: keras.Model) -> list[keras.Metric]:
+    """Return a model's metrics, also before it is built, and those of its layers."""
+    metrics = [*getattr(model, "metrics", ()), *user_metrics(model)]
+    return [*metrics, *(metric for layer in flat_layers(model) for metric in own_metrics(layer))]
+
+
 def raw_variables(layer: keras.Layer) -> Iterator[tuple[str, tf.Variable]]:
     """`tf.Variable`s that a layer holds as attributes, in containers, `tf.Module`s and `tf.random.Generator`s."""
     pending = attributes(layer)
@@ -333,19 +337,29 @@ def raw_variables(layer: keras.Layer) -> Iterator[tuple[str, tf.Variable]]:
             pending.extend((f"{name}/{key}", item) for key, item in value.items())
 
 
-def check_sums(model: keras.Model) -> None:
-    """Refuse a sum of which each replica holds its initial value, as TensorFlow makes it without this package.
+def hold_sums(model: keras.Model) -> list[str]:
+    """Have the first replica hold what sums over replicas begin with (ON_READ, SUM), which TensorFlow gives to each.
 
-    Raises:
-        ScopeError: there is one.
+    Returns:
+        The names of those that were made before this package was there and of which each replica holds the same, so
+        that it is unknown whether that is their initial value.
     """
     held: list[tuple[str, Variable]] = [
         (f"{layer.path or layer.name}/{name}", variable)
         for layer in flat_layers(model)
         for name, variable in raw_variables(layer)
     ]
-    held += [(variable.path, variable) for variable in [*model.variables, *getattr(model, "metrics_variables", ())]]
-    often = [name for name, variable in held if counts_initial_value_often(tf_variable(variable))]
+    held += [(v.path, v) for v in [*model.variables, *(v for metric in _metrics(model) for v in metric.variables)]]
+    return [name for name, variable in held if not hold_sum(variable)]
+
+
+def check_sums(model: keras.Model) -> None:
+    """See that the first replica holds what sums over replicas begin with.
+
+    Raises:
+        ScopeError: of some that is unknown, see ``hold_sums``.
+    """
+    often = hold_sums(model)
     if often:
         raise ScopeError(
             f"Each replica of '{model.name}' holds the whole value of {', '.join(often[:LISTED])}, of which it is to "

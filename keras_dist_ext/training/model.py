@@ -241,6 +241,7 @@ class Model(HookedModel, metaclass=Scoped):
         self.virtual_replicas = virtual
         runtime.check, runtime.batch_statistics, runtime.exact = check, statistics, exact
         runtime.compression = compression_of(compression)
+        runtime.hold_sums()
         runtime.forget_traces()
 
     def _build_for_run(self, iterator: EpochData | None, batch: StepData) -> None:

@@ -22,7 +22,7 @@ from keras_dist_ext.step.reduce import keep_on_first_replica, sum_components
 from keras_dist_ext.step.seeds import Seeds
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.step_plan import StepPlan
-from keras_dist_ext.strategy.scope import check_sums, move_into_scope, optimizers
+from keras_dist_ext.strategy.scope import check_sums, hold_sums, move_into_scope, optimizers
 from keras_dist_ext.strategy.virtual import num_replicas_of
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.batch_spec import has_static_rows
@@ -99,6 +99,7 @@ class ReplicaRuntime:
         self.needs_variables = False
         # Kinds of steps, and what batches they were traced for in scratch graphs.
         self._built_for: set[tuple[str, str]] = set()
+        self._holds_sums_of: set[str] = set()  # kinds of steps whose variables were looked through
         self.accumulators_are_split = False
         self._guard: Guard | None = None  # made once, because traced steps hold it
         self._divergence: Divergence | None = None  # likewise
@@ -128,6 +129,11 @@ class ReplicaRuntime:
                 if isinstance(thing, (keras.optimizers.Optimizer, keras.metrics.Metric)):
                     move_into_scope(thing)
 
+    def hold_sums(self) -> None:
+        """Have sums over replicas be read as on one device from now on."""
+        if strategy_of_model(self.model) is not None and self.strategy.num_replicas_in_sync > 1:
+            hold_sums(self.model)
+
     # What steps are made for
 
     def build(self, kind: RunKind, batch_spec: SpecNest, exact_spec: SpecNest) -> None:
@@ -146,6 +152,8 @@ class ReplicaRuntime:
         build = kind, repr(batch_spec)
         with self.in_scope():
             build_for_run(model, kind, batch_spec, exact_spec, was_traced=build in self._built_for)
+        if build not in self._built_for:  # which may have made variables
+            self._holds_sums_of.clear()
         self._built_for.add(build)
         if self.compression is not None and kind == "train":
             with self.in_scope():
@@ -160,7 +168,9 @@ class ReplicaRuntime:
         """
         if num_replicas_of(self.model) == 1 or isinstance(self.strategy, tf.distribute.ParameterServerStrategy):
             return
-        check_sums(self.model)
+        if kind not in self._holds_sums_of:
+            check_sums(self.model)
+            self._holds_sums_of.add(kind)
         if self.batch_statistics == "global":
             check_layers(self.model)
         check_whole_batch_layers(self.model, kind, exact=self.exact)
@@ -190,6 +200,7 @@ class ReplicaRuntime:
         self.loss_exponents.clear()
         self.plans.clear()
         self._built_for.clear()
+        self._holds_sums_of.clear()
         self.checked.clear()
         self.reported.clear()
         if self._coordinator is not None:

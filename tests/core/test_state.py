@@ -434,6 +434,16 @@ def test_a_sum_that_does_not_begin_at_zero_resumes_as_it_was(mirrored, tmp_path)
     assert counted(epochs=2) == 55.0
 
 
+def test_sums_of_stock_models_are_those_of_tensorflow(mirrored):
+    with mirrored.scope():
+        seen, metric = Seen(initial=5, dtype="int32"), Began("float32")
+        functional(keras, seen).compile("sgd", "mse", metrics=[metric])
+    assert [int(part) for part in seen.count.values] == [5, 5]
+    assert float(metric.total.numpy()) == 2.0
+    seen.count.assign(7)
+    assert [int(part) for part in seen.count.values] == [3, 3]
+
+
 def test_a_sum_that_was_made_before_the_package_was_there_is_an_error_with_the_fix(mirrored):
     make = distribute_utils.create_mirrored_variable
     with mirrored.scope(), patched(distribute_utils, "create_mirrored_variable", make.__wrapped__):

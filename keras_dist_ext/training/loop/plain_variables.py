@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from keras_dist_ext._keras.variables import Variable, components, is_sync_on_read
+from keras_dist_ext._keras.variables import Variable, components, hold_sum, is_sync_on_read
 from keras_dist_ext.aliases import Array
 
 __all__ = ["load", "save", "set_value", "split_weights", "value_of", "without"]
@@ -42,6 +42,7 @@ def value_of(variable: Variable) -> Array:
 
 def set_value(variable: Variable, value: Array) -> None:
     """Set the value of a ``tf.Variable``, on all replicas; where each has a part, the first gets the sum."""
+    hold_sum(variable)
     for whole in (variable,) if is_sync_on_read(variable) else components(variable):
         whole.assign(value)
 
