@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from keras_dist_ext._keras import tree
@@ -15,6 +16,7 @@ from keras_dist_ext.training.batch_split import is_per_replica
 
 __all__ = ["first_rows", "parts_of", "rows_of_chief", "unlike_rows"]
 
+Floats = npt.NDArray[np.float64]  # [n]
 _CANDIDATES = 8  # for each row that is taken
 
 
@@ -44,10 +46,10 @@ def first_rows(batch: StepData, count: int, strategy: tf.distribute.Strategy) ->
 
 
 def unlike_rows(batch: StepData, count: int, strategy: tf.distribute.Strategy) -> StepData:
-    """Return rows from the beginning of a batch that differ from each other, in an order by which replicas' differ.
+    """Return the first rows of a batch, or others from its beginning where replicas would have the like of each other.
 
-    Where rows are alike, or happen to be so on average over those of each replica, such as masks of equal lengths or
-    classes in order, what depends on rows that meet is the same on replicas as on one device.
+    What depends on rows that meet is the same on replicas as on one device where rows are alike, or happen to be so on
+    average over those of each replica, such as masks of equal lengths. Rows are ordered then so that replicas' differ.
 
     Args:
         batch: see ``first_rows``.
@@ -57,23 +59,36 @@ def unlike_rows(batch: StepData, count: int, strategy: tf.distribute.Strategy) -
     rows = first_rows(batch, _CANDIDATES * count, strategy)
     if rows is None:
         return None
-    order = np.argsort(_sizes(rows), kind="stable")
-    spread = np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int)
-    return take_rows(rows, order[spread])
+    sizes = [size for leaf in tf.nest.flatten(rows) for size in _sizes(leaf) if len(size) == int(num_rows(rows))]
+    order = np.arange(int(num_rows(rows)))
+    if any(_is_alike(size[:count], strategy.num_replicas_in_sync) for size in sizes):
+        total = np.zeros(len(order))
+        for size in sizes:
+            total = total / 2 + size  # follows the last tensors the most: those are targets, masks and weights
+        order = np.argsort(total, kind="stable")
+        order = order[np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int)]
+    return take_rows(rows, order[:count])
 
 
-def _sizes(rows: StepData) -> np.ndarray[Any, Any]:
-    """Return a number for each row, which follows its last tensors the most: those are targets, masks and weights."""
-    sizes = np.zeros(int(num_rows(rows)))
-    for leaf in tf.nest.flatten(rows):
-        found = _size(leaf)
-        if found is None or found.shape != sizes.shape or not np.isfinite(found).all() or not found.std():
-            continue
-        sizes = sizes / 2 + (found - found.mean()) / found.std()
-    return sizes
+def _is_alike(size: Floats, num_replicas: int) -> bool:
+    """Whether the parts of replicas have the same mean."""
+    bounds = np.arange(num_replicas + 1) * len(size) // num_replicas
+    means = [size[begin:end].mean() for begin, end in itertools.pairwise(bounds) if begin < end]
+    return bool(np.ptp(means) < _ALIKE)
 
 
-def _size(leaf: TensorNest) -> np.ndarray[Any, Any] | None:
+_ALIKE = 1e-6  # of the standard deviation
+
+
+def _sizes(leaf: TensorNest) -> list[Floats]:
+    """Return a number for each row of a tensor, of mean 0 and deviation 1; nothing where all are the same."""
+    found = _size(leaf)
+    if found is None or not np.isfinite(found).all() or not found.std():
+        return []
+    return [(found - found.mean()) / found.std()]
+
+
+def _size(leaf: TensorNest) -> Floats | None:
     if isinstance(leaf, tf.RaggedTensor):
         return np.asarray(leaf.row_lengths(), "float64")
     if not tf.is_tensor(leaf) or isinstance(leaf, tf.SparseTensor) or not leaf.shape.rank:
