@@ -14,33 +14,18 @@ import pytest
 import tensorflow as tf
 from cases import rotating
 from made_up_clock import MadeUpClock
+from recording import Recording
 
 import keras_dist_ext as kde
 from keras_dist_ext.step import step_buffer as buffer_module
 from keras_dist_ext.step.recorder import Recorder
-from keras_dist_ext.step.stats import Kind, ReplicaStats, StepRecords, join_records, summarize
+from keras_dist_ext.step.stats import ReplicaStats, StepRecords, join_records, summarize
 from keras_dist_ext.step.step_buffer import BufferedSteps, BufferSlice, ReplicaRecord, StepBuffer, StepRecord
 from keras_dist_ext.training import program as program_module
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(50, 6)).astype("float32")
 Y = (X.sum(axis=1, keepdims=True) + RNG.normal(size=(50, 1))).astype("float32")
-
-
-class Recording(kde.RunCallback):
-    """Has a run recorded."""
-
-    def __init__(self, *, gradient_norm: bool = False) -> None:
-        super().__init__()
-        self.recorder = Recorder(gradient_norm=gradient_norm)
-
-    def on_run_prepare(self, model: Any) -> None:
-        model.add_recorder(self.recorder)
-
-    def of(self, kind: Kind = "train") -> StepRecords:
-        records = self.recorder.fetch(kind)
-        assert records is not None
-        return records
 
 
 class OwnMetric(kde.Model):

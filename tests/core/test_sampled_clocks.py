@@ -15,12 +15,11 @@ import pytest
 import tensorflow as tf
 from cases import rotating
 from executed_graphs import graphs_executed_by
+from recording import Recording
 from strategies import Strategies
 
 import keras_dist_ext as kde
 from keras_dist_ext.step import step_buffer, step_clocks
-from keras_dist_ext.step.recorder import Recorder
-from keras_dist_ext.step.stats import Kind, StepRecords
 from keras_dist_ext.step.step_buffer import BufferedSteps
 from keras_dist_ext.step.untimed_steps import with_all_clocks
 from keras_dist_ext.strategy.pick import pick_strategy
@@ -46,24 +45,6 @@ def take_for_gpus(monkeypatch: pytest.MonkeyPatch, strategies: Strategies) -> No
     monkeypatch.setattr(step_loops, "TIMED_EVERY", 4)
     for module in (step_buffer, step_clocks):
         monkeypatch.setattr(module, "cpu_beside", lambda device: HOST)
-
-
-class Recording(kde.RunCallback):
-    """Has a run recorded."""
-
-    supports_multi_step = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recorder = Recorder(gradient_norm=True)
-
-    def on_run_prepare(self, model: Any) -> None:
-        model.add_recorder(self.recorder)
-
-    def of(self, kind: Kind = "train") -> StepRecords:
-        records = self.recorder.fetch(kind)
-        assert records is not None
-        return records
 
 
 def strategy_of(num_replicas: int) -> Any:
@@ -94,7 +75,7 @@ def batches(length: str = "known") -> tf.data.Dataset:
 def test_losses_are_those_of_all_steps_and_times_add_up(
     steps: int, length: str, num_replicas: int, take_for_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, recording = net(num_replicas, steps_per_execution=steps), Recording()
+    model, recording = net(num_replicas, steps_per_execution=steps), Recording(gradient_norm=True)
     began = time.perf_counter()
     history = model.fit(batches(length), epochs=2, verbose=0, callbacks=[recording]).history
     seconds = time.perf_counter() - began
@@ -131,7 +112,7 @@ def test_losses_weighted_by_examples_are_the_loss_in_history(name: str, num_repl
         model = kde.Sequential([keras.Input((6,)), keras.layers.Embedding(9, 2), keras.layers.Flatten()])
         model.add(keras.layers.Dense(1))
         model.compile(make_optimizer(), "mse", jit_compile=False, steps_per_execution=5, **options)
-    recording = Recording()
+    recording = Recording(gradient_norm=True)
     data = batches().map(lambda x, y: (tf.abs(x), y))
     history = model.fit(data, verbose=0, callbacks=[recording]).history
     records = recording.of()
@@ -145,7 +126,7 @@ def test_losses_weighted_by_examples_are_the_loss_in_history(name: str, num_repl
 @pytest.mark.rotating
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_gpu_without_a_strategy_is_recorded(is_compiled: bool, take_for_gpus: None) -> None:
-    recording = Recording()
+    recording = Recording(gradient_norm=True)
     data = batches()
     with tf.device(GPUS[0]):  # where TensorFlow would place all that no device was named for
         keras.utils.set_random_seed(3)
@@ -163,7 +144,7 @@ def test_a_gpu_without_a_strategy_is_recorded(is_compiled: bool, take_for_gpus: 
 @pytest.mark.rotating
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_evaluation_and_validation_are_recorded(num_replicas: int, take_for_gpus: None) -> None:
-    model, recording = net(num_replicas, steps_per_execution=5), Recording()
+    model, recording = net(num_replicas, steps_per_execution=5), Recording(gradient_norm=True)
     history = model.fit(batches(), validation_data=batches(), verbose=0, callbacks=[recording]).history
     assert len(recording.of()) == 7
     validation = recording.of("test")
@@ -180,7 +161,7 @@ def test_steps_of_an_execution_that_failed_are_not_taken_for_those_of_the_next(t
         raise ValueError("torn")
 
     specs = tf.TensorSpec([None, 6]), tf.TensorSpec([None, 1])
-    model, recording = net(1, steps_per_execution=3), Recording()
+    model, recording = net(1, steps_per_execution=3), Recording(gradient_norm=True)
     with pytest.raises(tf.errors.InvalidArgumentError, match="torn"):
         model.fit(tf.data.Dataset.from_generator(torn, output_signature=specs), verbose=0, callbacks=[recording])
     assert len(recording.of()) == 3  # what was whole
@@ -203,7 +184,7 @@ def test_a_loop_and_a_guard_leave_records_too(take_for_gpus: None) -> None:
         optimizer.apply(tape.gradient(loss, [weights]), [weights])
         return {"loss": loss}
 
-    recording = Recording()
+    recording = Recording(gradient_norm=True)
     loop = kde.TrainLoop(
         step,
         parts={"kernel": weights, "optimizer": optimizer},
@@ -236,7 +217,7 @@ def test_a_slow_replica_computes_longer_in_all_steps(take_for_gpus: None) -> Non
     with strategy_of(2).scope():
         model = Slow()
         model.compile("sgd", "mse", steps_per_execution=6)
-    recording = Recording()
+    recording = Recording(gradient_norm=True)
     model.fit(X[:48], Y[:48], batch_size=8, epochs=2, verbose=0, callbacks=[recording])
     records = recording.of()
     later = slice(6, None)
@@ -313,7 +294,7 @@ def body_of_loop(model: Any, data: tf.data.Dataset, **arguments: Any) -> tf.Grap
 def test_no_op_of_the_host_depends_on_what_a_gpu_computes_in_the_same_step(
     num_replicas: int, take_for_gpus: None
 ) -> None:
-    body = body_of_loop(net(num_replicas, steps_per_execution=7), batches(), callbacks=[Recording()])
+    body = body_of_loop(net(num_replicas, steps_per_execution=7), batches(), callbacks=[Recording(gradient_norm=True)])
     on_gpu = {op.name for op in body.get_operations() if op.device.endswith(GPUS)}
     on_host = [op for op in body.get_operations() if op.device.endswith(("CPU:0", "CPU:3"))]
     assert {"Timestamp", "ResourceScatterUpdate"} <= {op.type for op in on_host}
@@ -368,7 +349,7 @@ def test_steps_whose_clocks_are_not_read_send_the_host_no_more_than_those_that_a
 ) -> None:
     from_gpu, from_host = (True, False), (False, True)
     bare = sent_in_loop(net(num_replicas, steps_per_execution=7))
-    watched = sent_in_loop(net(num_replicas, steps_per_execution=7), callbacks=[Recording()])
+    watched = sent_in_loop(net(num_replicas, steps_per_execution=7), callbacks=[Recording(gradient_norm=True)])
     assert len(watched.get(from_gpu, [])) == len(bare.get(from_gpu, [])), (watched, bare)
     more = [name for name in watched[from_host] if "ResourceScatterUpdate" in name or "Group" in name]
     assert len(more) == 1  # that the record of what the host knows was written
