@@ -115,6 +115,7 @@ from keras_dist_ext._keras.tracing import (
     capture_thread_context,
     clone_function,
     functions_of_op,
+    in_vectorized_map,
     in_xla,
     observe_traces,
     run_independently,
@@ -2007,6 +2008,22 @@ def test_a_sum_that_is_read_over_replicas_cannot_be_added_to_outside_of_them_but
         Layer()(keras.Input((2,)))
     assert names[0].startswith("scratch_graph")
     assert float(total.read_value()) == 0.0
+
+
+@pytest.mark.parametrize("in_function", [False, True])
+def test_a_turn_of_a_vectorized_map_is_told_by_its_scope(in_function):
+    seen = []
+
+    def turn(x):
+        seen.append(in_vectorized_map())
+        return 2.0 * x
+
+    def doubled():
+        seen.append(in_vectorized_map())
+        return tf.vectorized_map(turn, tf.ones([3]))
+
+    assert (tf.function(doubled) if in_function else doubled)().numpy().tolist() == [2.0] * 3
+    assert seen == [False, True]
 
 
 def test_tensorflow_gives_each_replica_the_initial_value_of_a_sum_and_divides_what_it_assigns_and_restores(mirrored):
