@@ -115,7 +115,11 @@ class Hook:
 
 
 HOOKS: list[Hook] = []
-"""All that are installed. A step with a set `called_hooks` finds those there that were called while it was traced."""
+"""All that are installed.
+
+A step with a set `called_hooks` finds those there that were called while it was traced; one with `plain_calls` has that
+call them.
+"""
 
 
 def definer(cls: type, name: str) -> type:
@@ -149,6 +153,9 @@ def install(owner: type | ModuleType, name: str) -> Callable[[Original], None]:
             called_hooks = getattr(step, "called_hooks", None)
             if called_hooks is not None:
                 called_hooks.add(label)
+            calls = getattr(step, "plain_calls", None)
+            if calls is not None:
+                return calls.call(label, functools.partial(hook, original, step), *args, **kwargs)
             return hook(original, step, *args, **kwargs)
 
         hooked.is_kde_hook = True  # type: ignore[attr-defined]

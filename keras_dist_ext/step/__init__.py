@@ -18,6 +18,7 @@ In reading order:
     slices            sums of sparse gradients, the same bits on every replica
     step_options      what holds for a step, whatever its batch
     step_plan         what is known of a step before it is traced to be run
+    plain_calls       steps that only hand on what Keras computes, and need no plan
     global_gradients  ``kde.reduce_gradients``
     observer          hooks that are called while a step is traced
     ancestry          what a value in a graph is computed from

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
@@ -101,8 +102,11 @@ def _leaves(metrics: Sequence[keras.metrics.Metric]) -> Iterator[keras.metrics.M
 
 def _noting(metric: keras.metrics.Metric) -> Callable[[], TensorNest]:
     def result() -> TensorNest:
-        value = type(metric).result(metric)
-        note = getattr(current_step(), "note_result", None)
+        step = current_step()
+        calls = getattr(step, "plain_calls", None)
+        compute = functools.partial(type(metric).result, metric)
+        value = compute() if calls is None else calls.call("result", compute)
+        note = getattr(step, "note_result", None)
         return value if note is None else note(metric, value)
 
     return result

@@ -43,6 +43,7 @@ from keras_dist_ext.step.layer_state import LayerState
 from keras_dist_ext.step.logs import Result
 from keras_dist_ext.step.metric_state import MetricState
 from keras_dist_ext.step.nan_guard import ReplicaGuard
+from keras_dist_ext.step.plain_calls import PlainCalls
 from keras_dist_ext.step.reduce import as_float, scale
 from keras_dist_ext.step.reducers import Reducer, reducer_of
 from keras_dist_ext.step.row_weights import RowWeights
@@ -60,6 +61,7 @@ class ReplicaStep:
         weights: of the replica's rows.
         all_rows: the rows of the global batch, for code that asks for them.
         called_hooks: the hooks that Keras and TensorFlow have called in it.
+        plain_calls: follows a step of the user's that is taken for plain.
 
     Args:
         model: the Keras model.
@@ -106,6 +108,8 @@ class ReplicaStep:
             reducer, self.weights, self._states, self.note, self._guard, self._observer, options.plan
         )
         self._pools_results = options.pools_results
+        self._is_plain = options.plan is not None and options.plan.is_plain
+        self.plain_calls: PlainCalls | None = None
         examination = self._observer if self._observer.examines else None
         self._branches = Branches(model, reducer, options.plan, examination)
 
@@ -131,6 +135,8 @@ class ReplicaStep:
     def begin(self, batch: TensorNest) -> None:
         """Know the replica's rows, also to look at when something in the step is not finite."""
         self.all_rows.begin(batch)
+        if self._is_plain:
+            self.plain_calls = PlainCalls(self.model, batch)
         if not self.weights.are_examined and not self._observer.examines:
             self._streams.begin(self.all_rows, self._noted_draws)
         if self._guard is not None:
@@ -223,6 +229,8 @@ class ReplicaStep:
         """
         if self.kind == "predict":
             return gradient(target, output_gradients)
+        if self.plain_calls is not None and of_keras is None:
+            of_keras = self.plain_calls.optimizer
         return self.gradients.differentiate(gradient, target, sources, output_gradients, of_keras=of_keras)
 
     def jacobian(self, jacobian: Callable[[], TensorNest], target: TensorNest, sources: TensorNest) -> TensorNest:

@@ -48,6 +48,8 @@ class StepPlan:
 
     Attributes:
         exponents: of its scalars in the batch size.
+        is_plain: whether it is taken for one that hands on what Keras computes, and nothing else (see ``plain_calls``);
+            None where nobody has asked. It needs no plan.
         is_made: whether the step was traced in a scratch graph, or was tried to.
         is_checked: whether it was, and what optimizers and weights get is known to be the same on all replicas.
         calls: of tapes, in their order.
@@ -65,6 +67,7 @@ class StepPlan:
     def __init__(self) -> None:
         self.exponents = BatchExponents()
         self.draws: Sequence[NotedDraw] | None = None
+        self.is_plain: bool | None = None
         self.is_made = False
         self.is_checked = False
         self.calls: Sequence[GradientCall] = ()

@@ -17,6 +17,7 @@ In reading order:
     distributed_step  one step over all replicas, and its logs
     step_logs         its logs
     step_exponents    which of its numbers are means over the rows, and which sums
+    plain_steps       which steps of the user's may be such
     step_planning     trace a step of the user's in a scratch graph, to make its plan
     step_examination  what is seen of a step that is traced in a scratch graph
     step_assignments  what a step may assign

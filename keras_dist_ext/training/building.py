@@ -7,6 +7,7 @@ metrics that meet their inputs there make their variables (see ``_keras.creation
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -28,8 +29,10 @@ from keras_dist_ext.step.global_generator import global_generator_of
 from keras_dist_ext.step.reducers import OneReplica
 from keras_dist_ext.step.replica_step import ReplicaStep
 from keras_dist_ext.step.step_options import StepOptions
+from keras_dist_ext.step.step_plan import StepPlan
 from keras_dist_ext.strategy.virtual import num_replicas_of
 from keras_dist_ext.training.batch_spec import rows_of_one
+from keras_dist_ext.training.plain_steps import may_be_plain
 
 __all__ = ["build_for_run"]
 
@@ -47,6 +50,8 @@ def build_for_run(
         was_traced: whether a step on such batches was traced in a scratch graph before.
     """
     is_own = has_own_step(model, kind)
+    if is_own and not was_traced and _built_as_plain(model, kind, batch_spec):
+        return
     spec = tree.map_structure(lambda leaf: rows_of_one(leaf, num_replicas_of(model)), exact_spec)
     is_dense = all(leaf is None or isinstance(leaf, tf.TensorSpec) for leaf in tree.flatten(batch_spec))
     if (is_own or not is_dense) and (was_traced or _built_by_step(model, kind, spec) or is_own):
@@ -62,6 +67,27 @@ def build_for_run(
             _build_from_batch(model, kind, spec)
         except Exception:
             raise error from None
+
+
+def _built_as_plain(model: keras.Model, kind: str, spec: SpecNest) -> bool:
+    """Build what Keras' own step would need, for one of the user's that may be plain; return whether it is one.
+
+    Its optimizer is built where it is given gradients: the step says what it trains.
+    """
+    plan = model.replica_runtime.plans.setdefault(kind, StepPlan())
+    if plan.is_plain is None and not plan.is_made:
+        plan.is_plain = may_be_plain(model, kind)
+    if not plan.is_plain:
+        return False
+    later = contextlib.nullcontext() if model.optimizer is None else patched(model.optimizer, "build", _build_later)
+    try:
+        with later:
+            build_from_batch(model, spec)
+    except Exception:  # the model is not called with the inputs of the batch
+        plan.is_plain = False
+        return False
+    plan.extra = []
+    return True
 
 
 def _build_from_batch(model: keras.Model, kind: str, spec: SpecNest) -> None:

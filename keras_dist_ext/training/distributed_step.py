@@ -31,6 +31,7 @@ from keras_dist_ext.step.logs import (
 from keras_dist_ext.step.lone_replica import LoneReplica, is_first_of_worker
 from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.observer import StepObserver
+from keras_dist_ext.step.plain_calls import noted_calls
 from keras_dist_ext.step.recorder import StepNote
 from keras_dist_ext.step.reducers import Reducer, reducer_of
 from keras_dist_ext.step.replica_step import ReplicaStep
@@ -269,7 +270,7 @@ class DistributedStep:
         batch = data.without_optionals(batch)
         split = split_of(batch, of_worker=of_worker)
         num_ops = 0 if tf.executing_eagerly() else len(tf.compat.v1.get_default_graph().get_operations())
-        with self._logs.noted_results():
+        with self._logs.noted_results(), noted_calls(self.model) if self._plan.is_plain else contextlib.nullcontext():
             extra, noted, computed = self.strategy.run(self._replica, args=(batch, split, times and times[1]))
         local = self.strategy.experimental_local_results
         record = None
@@ -349,7 +350,12 @@ class DistributedStep:
 
     def run_user_step(self, step: ReplicaStep, batch: StepData) -> tuple[TensorNest, list[tf.Tensor]]:
         """Run the user's step; return what its logs are, and its part of those that no metric holds."""
-        return self._finish(step, self._user_step(batch), batch)
+        if step.plain_calls is None:
+            return self._finish(step, self._user_step(batch), batch)
+        with step.plain_calls.following():
+            logs = self._user_step(batch)
+        step.plain_calls.end(tree.flatten(logs), step.results)
+        return self._finish(step, logs, batch)
 
     def _finish(self, step: ReplicaStep, logs: TensorNest, batch: StepData) -> tuple[TensorNest, list[tf.Tensor]]:
         """End a step that has given logs; see ``run_user_step``."""

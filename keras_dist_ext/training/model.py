@@ -23,6 +23,7 @@ from keras_dist_ext.step.added_losses import losses_as_means
 from keras_dist_ext.step.compression import CompressionKind, checked_compression, compression_of
 from keras_dist_ext.step.distributed_model import PlacedParts
 from keras_dist_ext.step.nan_guard import Guard
+from keras_dist_ext.step.plain_calls import call_model
 from keras_dist_ext.step.recorder import Recorder
 from keras_dist_ext.step.seeds import Seeds
 from keras_dist_ext.step.stats import Kind
@@ -121,7 +122,7 @@ class Model(HookedModel, metaclass=Scoped):
     def __call__(self, *args: object, **kwargs: object) -> TensorNest:
         """Call the model; what it builds is made in scope."""
         if all(layer.built for layer in flat_layers(self)):  # Keras may call a model built whose layers are not
-            return super().__call__(*args, **kwargs)
+            return call_model(self, super().__call__, *args, **kwargs)
         with self.replica_runtime.in_scope():
             return super().__call__(*args, **kwargs)
 

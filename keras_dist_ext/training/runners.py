@@ -15,6 +15,7 @@ from keras_dist_ext.cluster import heartbeat
 from keras_dist_ext.data.graph_checks import as_data_errors
 from keras_dist_ext.messages import warn
 from keras_dist_ext.step.means import UnknownExponents
+from keras_dist_ext.step.plain_calls import NotPlain
 from keras_dist_ext.step.reducers import CannotCompile, CannotLoop
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.batch_reader import BatchReader
@@ -85,6 +86,8 @@ class StepRunner:
                 except _UNPREPARED as unprepared:  # raised while tracing, before any step is made
                     assert isinstance(program, StepProgram)
                     _prepare(program, unprepared)
+                    if isinstance(unprepared, NotPlain):
+                        unseen = check()
                 except Exception as error:
                     explained = _explained(program, error)
                     if explained is None:
@@ -144,7 +147,7 @@ def _plan(program: StepProgram) -> None:
         except Exception:  # code that only runs eagerly, and may have no such loss
             ignore_loss_exponents(step)
         prepare(step, UnknownExponents())
-    if not step.plan.is_made and (step.is_of_user or program.is_eager):
+    if not step.plan.is_made and not step.plan.is_plain and (step.is_of_user or program.is_eager):
         make_plan(step)
 
 

@@ -66,8 +66,8 @@ def check_step(
         return None
     runtime.checked.add(kind)
     num_replicas = step.num_step_replicas
-    is_plain = not step.has_user_code and not runtime.exact
-    if num_replicas == 1 or is_plain or (kind == "test" and _tells_nothing_new(step)):
+    is_of_keras = bool(step.plan.is_plain or not step.has_user_code) and not runtime.exact
+    if num_replicas == 1 or is_of_keras or (kind == "test" and _tells_nothing_new(step)):
         return None
 
     def compare(rows: StepData) -> list[Deviation]:

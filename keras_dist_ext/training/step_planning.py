@@ -11,6 +11,7 @@ from keras_dist_ext.step.ancestry import assignments
 from keras_dist_ext.step.drawn_shapes import UnknownDraws
 from keras_dist_ext.step.logs import ComputesWithResults, leaf_metrics
 from keras_dist_ext.step.means import UnknownExponents
+from keras_dist_ext.step.plain_calls import NotPlain
 from keras_dist_ext.step.step_plan import StalePlan, Unplanned
 from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.strategy.workers import workers_of
@@ -30,6 +31,7 @@ MISSING = (
     ComputesWithResults,
     Unplanned,
     StalePlan,
+    NotPlain,
 )
 """What is raised where a step that is traced lacks something that ``prepare`` makes good.
 
@@ -49,6 +51,7 @@ puts it in front of another iterator than the one that this trace was given.
 - ``Unplanned``: in Keras' own step, a layer or a loss takes gradients of a tape, or the user's optimizer does.
 - ``StalePlan``: gradients that went straight into an optimizer when the step was planned go elsewhere, too, as where it
   branches in Python.
+- ``NotPlain``: a step of the user's that was taken for plain is not.
 """
 
 
@@ -166,6 +169,10 @@ def prepare(step: DistributedStep, missing: Exception) -> None:
     elif isinstance(missing, ComputesWithResults):
         step.pool_results()
     elif isinstance(missing, Unplanned):
+        make_plan(step)
+    elif isinstance(missing, NotPlain):
+        step.plan.is_plain, step.plan.extra = False, None
+        step.model.replica_runtime.checked.discard(step.kind)
         make_plan(step)
     else:
         step.plan.sum_at_once()
