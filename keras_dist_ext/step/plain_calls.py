@@ -20,7 +20,7 @@ from keras_dist_ext._keras.hooks import current_step
 from keras_dist_ext._keras.interception import patched
 from keras_dist_ext._keras.user_code import is_users, runs_user_code
 from keras_dist_ext._keras.variables import Variable
-from keras_dist_ext.aliases import Gradient, StepData, TensorNest
+from keras_dist_ext.aliases import BatchFunction, Gradient, StepData, TensorNest
 from keras_dist_ext.step.distributed_model import DistributedModel
 from keras_dist_ext.step.logs import leaf_metrics
 
@@ -68,14 +68,25 @@ class PlainCalls:
         """Whether it is a step of that model."""
         return model is self._model
 
-    @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
-        """Follow what is called until this ends; all else that is traced is not the step's."""
+    def follow(self, step: BatchFunction, batch: StepData, results: Mapping[int, object]) -> TensorNest:
+        """Follow what a step calls, and return its logs; all else that is traced is not the step's.
+
+        Args:
+            step: of the user's.
+            batch: of the replica.
+            results: of metrics, by the id of a tensor; filled by the step.
+
+        Raises:
+            NotPlain: it is not plain: it does something else, also where it goes on after this was raised in it, or
+                returns other things than results of metrics, and losses.
+        """
         self._is_inside = False
         try:
-            yield
+            logs = step(batch)
         finally:
             self._is_inside = True
+        self._require(all(id(leaf) in results or id(leaf) in self._losses for leaf in tree.flatten(logs)))
+        return logs
 
     def call(self, name: str, function: Callable[..., TensorNest], /, *args: object, **kwargs: object) -> TensorNest:
         """Call what the step, or code that it has called, calls.
@@ -97,18 +108,6 @@ class PlainCalls:
             return self._known[name](function, *args, **kwargs)
         finally:
             self._is_inside = False
-
-    def end(self, logs: Sequence[TensorNest], results: Mapping[int, object]) -> None:
-        """See that a step has returned nothing but results of metrics, and that it has not gone on after ``NotPlain``.
-
-        Args:
-            logs: the leaves of what it has returned.
-            results: by the id of a tensor.
-
-        Raises:
-            NotPlain: it has.
-        """
-        self._require(self._is_plain and all(id(leaf) in results for leaf in logs))
 
     def _require(self, is_so: bool) -> None:
         self._is_plain = self._is_plain and is_so  # the step may catch what is raised here

@@ -12,7 +12,7 @@ from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.step.drawn_shapes import NotedDraw
 from keras_dist_ext.step.means import BatchExponents
 
-__all__ = ["GradientCall", "StalePlan", "StepPlan", "Unplanned"]
+__all__ = ["GradientCall", "OtherLogs", "StalePlan", "StepPlan", "Unplanned"]
 
 
 class Unplanned(Exception):
@@ -21,6 +21,10 @@ class Unplanned(Exception):
 
 class StalePlan(Exception):
     """A step does something else with its gradients than it did when it was traced in a scratch graph."""
+
+
+class OtherLogs(Exception):
+    """A step has other numbers in its logs than those that the loop it is traced for was made for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +95,21 @@ class StepPlan:
         if number < len(self.calls) and len(self.calls[number].are_shared) == len(sources):
             return self.calls[number]
         return GradientCall.of(sources)
+
+    def expect(self, extra: Sequence[tf.Tensor], num_local: int) -> None:
+        """See that a loop was made for what the logs of its step hold.
+
+        Args:
+            extra: what they hold that no metric does, of one replica.
+            num_local: how many replicas this worker has.
+
+        Raises:
+            OtherLogs: it was not; it is known now.
+        """
+        found = [tf.TensorSpec(value.shape, value.dtype) for value in extra for _ in range(num_local)]
+        if found != self.extra:
+            self.extra = found
+            raise OtherLogs
 
     def sum_at_once(self) -> None:
         """Have all gradients summed where they are made."""

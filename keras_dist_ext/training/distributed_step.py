@@ -352,10 +352,10 @@ class DistributedStep:
         """Run the user's step; return what its logs are, and its part of those that no metric holds."""
         if step.plain_calls is None:
             return self._finish(step, self._user_step(batch), batch)
-        with step.plain_calls.following():
-            logs = self._user_step(batch)
-        step.plain_calls.end(tree.flatten(logs), step.results)
-        return self._finish(step, logs, batch)
+        logs, extra = self._finish(step, step.plain_calls.follow(self._user_step, batch, step.results), batch)
+        if self.loops:
+            self._plan.expect(extra, len(self.devices))
+        return logs, extra
 
     def _finish(self, step: ReplicaStep, logs: TensorNest, batch: StepData) -> tuple[TensorNest, list[tf.Tensor]]:
         """End a step that has given logs; see ``run_user_step``."""

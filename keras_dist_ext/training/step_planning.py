@@ -12,7 +12,7 @@ from keras_dist_ext.step.drawn_shapes import UnknownDraws
 from keras_dist_ext.step.logs import ComputesWithResults, leaf_metrics
 from keras_dist_ext.step.means import UnknownExponents
 from keras_dist_ext.step.plain_calls import NotPlain
-from keras_dist_ext.step.step_plan import StalePlan, Unplanned
+from keras_dist_ext.step.step_plan import OtherLogs, StalePlan, Unplanned
 from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.distributed_step import DistributedStep
@@ -32,6 +32,7 @@ MISSING = (
     Unplanned,
     StalePlan,
     NotPlain,
+    OtherLogs,
 )
 """What is raised where a step that is traced lacks something that ``prepare`` makes good.
 
@@ -52,6 +53,7 @@ puts it in front of another iterator than the one that this trace was given.
 - ``StalePlan``: gradients that went straight into an optimizer when the step was planned go elsewhere, too, as where it
   branches in Python.
 - ``NotPlain``: a step of the user's that was taken for plain is not.
+- ``OtherLogs``: it is, and has losses in its logs, which is seen when it has ended. They are known now.
 """
 
 
@@ -174,5 +176,5 @@ def prepare(step: DistributedStep, missing: Exception) -> None:
         step.plan.is_plain, step.plan.extra = False, None
         step.model.replica_runtime.checked.discard(step.kind)
         make_plan(step)
-    else:
+    elif isinstance(missing, StalePlan):
         step.plan.sum_at_once()
