@@ -558,7 +558,7 @@ def test_synchronized_statistics_of_inputs_far_from_0_are_named(mirrored: Strate
 TABLE = [row for row in ROWS if row.quick and row.under and row.name not in NOT_BY_FIT]
 
 
-@pytest.mark.slow
+@pytest.mark.rotating(turns=3)
 @pytest.mark.parametrize(
     ("row", "kind"),
     [

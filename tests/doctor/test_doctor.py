@@ -32,25 +32,25 @@ from keras_dist_ext.training.snapshot import _copies
 
 # Planted faults
 
-slow = pytest.mark.slow
+slow, in_turn = pytest.mark.slow, pytest.mark.rotating(turns=2)
 FAULTS = [
-    pytest.param("sequential_map", "sequential-map", marks=slow),
-    pytest.param("no_prefetch", "no-prefetch", marks=slow),
-    pytest.param("generator_bound", "generator-bound", marks=slow),
-    pytest.param("python_generator", "generator-bound", marks=slow),
-    pytest.param("input_bound", "input-bound", marks=slow),
-    pytest.param("starved", "batch-too-small", marks=slow),
+    pytest.param("sequential_map", "sequential-map", marks=in_turn),
+    pytest.param("no_prefetch", "no-prefetch", marks=in_turn),
+    pytest.param("generator_bound", "generator-bound", marks=in_turn),
+    pytest.param("python_generator", "generator-bound", marks=in_turn),
+    pytest.param("input_bound", "input-bound", marks=in_turn),
+    pytest.param("starved", "batch-too-small", marks=in_turn),
     pytest.param("host_bound", "host-bound"),
-    pytest.param("watched_steps", "host-bound", marks=slow),
-    pytest.param("eager", "eager", marks=slow),
-    pytest.param("python_step", "python-in-step", marks=slow),
-    pytest.param("retracing", "retracing", marks=slow),
-    pytest.param("fetching_callback", "fetching-callback", marks=slow),
-    pytest.param("slow_callback", "slow-callback", marks=slow),
-    pytest.param("pinned_device", "pinned-device", marks=slow),
-    pytest.param("straggler", "straggler", marks=slow),
-    pytest.param("unequal_shards", "unequal-shards", marks=slow),
-    pytest.param("sequential_model", "sequential-model", marks=slow),
+    pytest.param("watched_steps", "host-bound", marks=in_turn),
+    pytest.param("eager", "eager", marks=in_turn),
+    pytest.param("python_step", "python-in-step", marks=in_turn),
+    pytest.param("retracing", "retracing", marks=in_turn),
+    pytest.param("fetching_callback", "fetching-callback", marks=in_turn),
+    pytest.param("slow_callback", "slow-callback", marks=in_turn),
+    pytest.param("pinned_device", "pinned-device", marks=in_turn),
+    pytest.param("straggler", "straggler", marks=in_turn),
+    pytest.param("unequal_shards", "unequal-shards", marks=in_turn),
+    pytest.param("sequential_model", "sequential-model", marks=in_turn),
 ]
 ON_NO_CLOCK = ("eager", "pinned-device", "batch-too-small")
 MADE_UP_FAULTS = {"straggler": 78 * 0.375, "slow-callback": 77 * 0.125, "generator-bound": 77 * 0.25}  # seconds lost
