@@ -19,6 +19,7 @@ In reading order:
     layers        what they hold
     models        what ``compile`` and ``fit`` know, and a model class to derive from
     user_code     whether a step has code that is not Keras'
+    row_wise      which of Keras' layers, losses and metrics compute each example of a batch by itself
     saving        how Keras saves an object
     callbacks     what Keras' own look at
     adapters      the data of ``fit``

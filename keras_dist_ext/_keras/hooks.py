@@ -80,6 +80,12 @@ def _(
     return step.reduce_loss(local, sample_weight, mask, reduction, dtype)
 
 
+# keras/src/losses/loss.py: a step that is followed (see ``step.plain_calls``) is told that it calls one.
+@install(keras.Loss, "__call__")
+def _(original: Original, step: Step, /, loss: keras.Loss, *args: object, **kwargs: object) -> tf.Tensor:
+    return original(loss, *args, **kwargs)
+
+
 # keras/src/trainers/trainer.py
 @install(keras.Model, "compute_loss")
 def _(original: Original, step: Step, /, *args: object, **kwargs: object) -> tf.Tensor:

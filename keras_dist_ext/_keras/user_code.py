@@ -8,7 +8,7 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.models import compile_arguments, overrides
 
-__all__ = ["compiles_user_code", "has_user_code", "has_user_layers", "is_users", "runs_user_code"]
+__all__ = ["compiled_parts", "compiles_user_code", "has_user_code", "has_user_layers", "is_users", "runs_user_code"]
 
 
 def has_user_code(model: keras.Model, kind: str) -> bool:
@@ -30,16 +30,22 @@ def compiles_user_code(model: keras.Model) -> bool:
 
 def _compiled(model: keras.Model) -> Iterator[object]:
     """Yield what losses and metrics of ``compile`` run (losses/losses.py, metrics/reduction_metrics.py)."""
+    for one in compiled_parts(model):
+        if isinstance(one, keras.Loss | keras.Metric):
+            yield from _run_by(one)
+        else:
+            yield one
+
+
+def compiled_parts(model: keras.Model) -> Iterator[object]:
+    """Yield the losses and metrics of ``compile``, by name given ones too; None for those that Keras finds out."""
     given = compile_arguments(model) if model.compiled else {}
     getters = {"loss": keras.losses.get, "metrics": keras.metrics.get, "weighted_metrics": keras.metrics.get}
     for kind, get in getters.items():
         for one in tree.flatten(given.get(kind)):
             if isinstance(one, str):
                 one = None if one in _SHORT_NAMES else get(one)
-            if isinstance(one, keras.Loss | keras.Metric):
-                yield from _run_by(one)
-            else:
-                yield one
+            yield one
 
 
 def runs_user_code(one: keras.Loss | keras.Metric) -> bool:

@@ -17,8 +17,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.creation import call_outside
 from keras_dist_ext._keras.hooks import current_step
-from keras_dist_ext._keras.interception import patched
-from keras_dist_ext._keras.user_code import is_users, runs_user_code
+from keras_dist_ext._keras.row_wise import is_row_wise
 from keras_dist_ext._keras.variables import Variable
 from keras_dist_ext.aliases import BatchFunction, Gradient, StepData, TensorNest
 from keras_dist_ext.step.distributed_model import DistributedModel
@@ -57,7 +56,7 @@ class PlainCalls:
             "model": self._call_model,
             "result": self._compute_result,
             "update": self._update_metric,
-            "loss": self._compute_loss,
+            "Loss.__call__": self._compute_loss,
             "Model.compute_loss": self._compute_loss,
             "GradientTape.gradient": self._differentiate,
             "Optimizer.apply": self._apply,
@@ -92,7 +91,7 @@ class PlainCalls:
         """Call what the step, or code that it has called, calls.
 
         Args:
-            name: of a hook, or "model", "loss" (an object), or "result" or "update" (of a metric).
+            name: of a hook, or "model", or "result" or "update" (of a metric).
             function: does what it does.
             args: that it is given.
             kwargs: likewise.
@@ -120,10 +119,9 @@ class PlainCalls:
         ids.update(map(id, leaves))
 
     def _are_rows(self, values: TensorNest) -> bool:
-        """Whether all of the values are rows, or constants of Python."""
+        """Whether all of the values are rows, or flags of Python; a number may be that of a replica's rows."""
         return all(
-            leaf is None or isinstance(leaf, bool | int | float | str) or id(leaf) in self._rows
-            for leaf in tree.flatten(values)
+            leaf is None or isinstance(leaf, bool | str) or id(leaf) in self._rows for leaf in tree.flatten(values)
         )
 
     def _call_model(self, function: Callable[..., TensorNest], *args: object, **kwargs: object) -> TensorNest:
@@ -136,7 +134,7 @@ class PlainCalls:
     def _compute_loss(
         self, function: Callable[..., TensorNest], of: keras.Model | keras.Loss, *args: object, **kwargs: object
     ) -> TensorNest:
-        is_own = of is self._model or (isinstance(of, keras.Loss) and not runs_user_code(of))
+        is_own = of is self._model or (isinstance(of, keras.Loss) and is_row_wise(of))
         self._require(is_own and self._are_rows((args, kwargs)))
         loss = function(of, *args, **kwargs)
         self._require(tf.is_tensor(loss) and loss.shape.rank == 0)
@@ -152,8 +150,15 @@ class PlainCalls:
         return scaled
 
     def _differentiate(
-        self, function: Callable[..., TensorNest], tape: tf.GradientTape, target: TensorNest, sources: TensorNest
+        self,
+        function: Callable[..., TensorNest],
+        tape: tf.GradientTape,
+        target: TensorNest,
+        sources: TensorNest,
+        *others: object,
+        **options: object,
     ) -> TensorNest:
+        self._require(not others and not options)
         variables = tf.nest.flatten(sources)
         are_variables = all(isinstance(source, keras.Variable | tf.Variable) for source in variables)
         self._require(self._sources is None and are_variables and id(target) in self._losses)
@@ -190,7 +195,7 @@ class PlainCalls:
         self, function: Callable[..., TensorNest], metric: keras.Metric, *args: object, **kwargs: object
     ) -> TensorNest:
         takes_loss = type(metric) is keras.metrics.Mean and len(args) == 1 and id(args[0]) in self._losses
-        self._require(not is_users(type(metric)))
+        self._require(is_row_wise(metric))
         self._require(self._are_rows((args, kwargs)) or (takes_loss and not kwargs))
         return function(metric, *args, **kwargs)
 
@@ -217,7 +222,7 @@ def call_model(
 
 @contextlib.contextmanager
 def noted_calls(model: DistributedModel) -> Iterator[None]:
-    """Have losses, and the updates of metrics, tell the running step, if it is followed, that they are called.
+    """Have the updates of metrics tell the running step, if it is followed, that they are called.
 
     Args:
         model: whose metrics these are.
@@ -226,18 +231,10 @@ def noted_calls(model: DistributedModel) -> Iterator[None]:
     for metric in metrics:
         metric.__dict__["update_state"] = functools.partial(_call_noted, "update", type(metric).update_state, metric)
     try:
-        with patched(keras.Loss, "__call__", _call_loss):
-            yield
+        yield
     finally:
         for metric in metrics:
             metric.__dict__.pop("update_state", None)
-
-
-_CALL_OF_LOSS = keras.Loss.__call__
-
-
-def _call_loss(loss: keras.Loss, *args: object, **kwargs: object) -> TensorNest:
-    return _call_noted("loss", _CALL_OF_LOSS, loss, *args, **kwargs)
 
 
 def _call_noted(name: str, function: Callable[..., TensorNest], /, *args: object, **kwargs: object) -> TensorNest:

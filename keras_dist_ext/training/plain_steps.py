@@ -16,7 +16,8 @@ from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.models import KerasFunctional, overrides
 from keras_dist_ext._keras.optimizers import inner_optimizer, keeps_gradients
-from keras_dist_ext._keras.user_code import compiles_user_code, has_user_layers, is_users
+from keras_dist_ext._keras.row_wise import are_row_wise, has_row_wise_layers
+from keras_dist_ext._keras.user_code import has_user_layers, is_users
 from keras_dist_ext.step.logs import leaf_metrics
 from keras_dist_ext.strategy.virtual import num_replicas_of
 
@@ -45,22 +46,30 @@ def may_be_plain(model: keras.Model, kind: str) -> bool:
 
 
 def _takes_gradients(optimizer: keras.optimizers.Optimizer | None) -> bool:
-    """Whether it is an optimizer of Keras' own that does not scale the loss, by what is known when it is built."""
-    return optimizer is not None and inner_optimizer(optimizer) is optimizer and keeps_gradients(optimizer)
+    """Whether it is an optimizer of Keras' own that does not scale the loss, by what is known when it is built.
+
+    One that accumulates gradients must know from the first of them whether they are those of the global batch.
+    """
+    if optimizer is None or inner_optimizer(optimizer) is not optimizer or optimizer.gradient_accumulation_steps:
+        return False
+    return keeps_gradients(optimizer)
 
 
 def _computes_by_keras(model: keras.Model) -> bool:
-    """Whether a built model consists of layers, losses and metrics of Keras' own."""
+    """Whether a built model is of layers, losses and metrics of Keras' own that compute each example by itself."""
     if not isinstance(model, KerasFunctional | keras.Sequential) or has_user_layers(model):
+        return False
+    if any(len(output.shape) < 2 for output in model.outputs or ()):  # the last axis is that of the examples
         return False
     if any(overrides(model, name) for name in ("compute_loss", "compute_metrics", "get_metrics_result", "call")):
         return False
-    if compiles_user_code(model) or any(is_users(type(metric)) for metric in leaf_metrics(model)):
+    if not all(layer.built for layer in flat_layers(model)):
         return False
-    return all(layer.built for layer in flat_layers(model))
+    return has_row_wise_layers(model) and are_row_wise(model, leaf_metrics(model))
 
 
 _HARMLESS = (tf.GradientTape, keras.utils.unpack_x_y_sample_weight)
+_OF_REPLICA = ("shape", "get_shape")  # by which Python may do other things on some replicas
 
 
 def _only_calls(step: object, cls: type) -> bool:
@@ -109,6 +118,8 @@ def _is_subscript(instruction: dis.Instruction) -> bool:
 
 def _is_harmless(what: str, found: object, cls: type) -> bool:
     if what == "attribute":
+        if found in _OF_REPLICA:
+            return False
         method = getattr(cls, str(found), None)
         return not (isinstance(method, types.FunctionType) and is_users(method))
     return what == "thing" and (any(found is one for one in _HARMLESS) or _is_builtin(found))

@@ -478,6 +478,104 @@ def test_it_is_plain_only_if_all_that_it_calls_is_keras_own(between: Any, compil
     assert not is_plain(model)
 
 
+NOT_ROW_WISE: dict[str, Callable[[], dict[str, Any]]] = {
+    "an activation": lambda: {"between": lambda: layers.Dense(4, activation=lambda x: x / tf.reduce_max(x))},
+    "an activity regularizer": lambda: {"between": lambda: layers.Dense(4, activity_regularizer=tf.reduce_max)},
+    "an operation": lambda: {"between": lambda: lambda h: h - keras.ops.mean(h, axis=0, keepdims=True)},
+    "Softmax": lambda: {"between": lambda: layers.Softmax(axis=0)},
+    "UnitNormalization": lambda: {"between": lambda: layers.UnitNormalization(axis=-2)},
+    "a loss's axis": lambda: {"loss": keras.losses.CosineSimilarity(axis=0)},
+    "Circle": lambda: {"loss": keras.losses.Circle()},
+    "circle": lambda: {"loss": "circle"},
+    "a metric's axis": lambda: {"metrics": [keras.metrics.CosineSimilarity(axis=0)]},
+    "a wrapped function": lambda: {"metrics": [keras.metrics.MeanMetricWrapper(lambda y, p: tf.reduce_max(y - p))]},
+}
+
+
+@pytest.mark.parametrize("name", NOT_ROW_WISE)
+def test_it_is_plain_only_if_its_parts_compute_each_example_by_itself(name: str) -> None:
+    given = NOT_ROW_WISE[name]()
+    between = (given.pop("between"),) if "between" in given else ()
+    with strategies.get("mirrored2").scope():
+        assert not plain_steps.may_be_plain(make(kde.Model, of_the_guide, *between, **given), "train")
+
+
+STOCK_LAYERS: tuple[Callable[[], Any], ...] = (
+    lambda: layers.Dense(4, activation="gelu", kernel_regularizer="l2", kernel_constraint="max_norm"),
+    lambda: layers.BatchNormalization(synchronized=True),
+    lambda: layers.LayerNormalization(axis=1),
+    lambda: layers.Dropout(0.1),
+    lambda: layers.Softmax(),
+    lambda: layers.SpectralNormalization(layers.Dense(4)),
+    lambda: layers.Reshape((2, 2)),
+    lambda: layers.Bidirectional(layers.LSTM(2, return_sequences=True, dropout=0.1)),
+    lambda: layers.TimeDistributed(layers.Dense(4, activation=keras.activations.relu)),
+    lambda: layers.Conv1D(2, 2, padding="same"),
+    lambda: layers.GlobalMaxPooling1D(),
+)
+
+
+def test_layers_of_keras_leave_it_plain() -> None:
+    with strategies.get("mirrored2").scope():
+        assert plain_steps.may_be_plain(make(kde.Model, of_the_guide, *STOCK_LAYERS), "train")
+
+
+def test_a_metric_of_its_own_that_wraps_a_function_is_checked(aside: list[str]) -> None:
+    with strategies.get("mirrored2").scope():
+        model = make(kde.Model, with_a_loss_of_its_own)
+        model.own_metric = keras.metrics.MeanMetricWrapper(lambda y, y_pred: tf.reduce_max(abs(y - y_pred)), name="own")
+        with pytest.warns(match="differs in the log mae"):
+            model.fit(X, Y, batch_size=8, verbose=0)
+    assert aside == ["plan", "check"]
+
+
+def test_a_loss_of_its_own_over_pairs_of_examples_is_checked(aside: list[str]) -> None:
+    with strategies.get("mirrored2").scope():
+        model = make(kde.Model, with_a_loss_of_its_own)
+        model.own_loss = keras.losses.CosineSimilarity(axis=0)
+        with pytest.warns(match="differs in the gradient"):
+            model.fit(X, Y, batch_size=8, verbose=0)
+    assert aside == ["plan", "check"]
+
+
+def weighs_by_its_rows(self: Any, data: Any) -> Any:
+    x, y = data[:2]
+    with tf.GradientTape() as tape:
+        loss = self.own_loss(y, self(x, training=True), sample_weight=x.shape[0])
+    self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+    return self.get_metrics_result()
+
+
+def test_a_number_that_may_be_of_rows_is_not_plain(any_code: None) -> None:
+    with strategies.get("mirrored2").scope():
+        model = make(kde.Model, weighs_by_its_rows)
+    with pytest.warns(match="differs in the gradient"):
+        model.train_on_batch(X[:8], Y[:8])
+    assert is_plain(model) is False
+
+
+@pytest.mark.parametrize("given", rotating([{"unconnected_gradients": "zero"}, {"output_gradients": None}], ()))
+def test_a_tape_that_is_given_more_is_not_plain(given: dict[str, Any]) -> None:
+    def with_more(self: Any, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables, **given)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return self.get_metrics_result()
+
+    with strategies.get("mirrored2").scope():
+        model = make(kde.Model, with_more)
+    compare(fit(model, with_more), on_one_device(with_more))
+    assert is_plain(model) is False
+
+
+def test_a_step_that_accumulates_gradients_is_planned_before_it_begins() -> None:
+    with strategies.get("mirrored2").scope():
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+        assert not plain_steps.may_be_plain(make(kde.Model, of_the_guide, optimizer=optimizer), "train")
+
+
 def test_an_evaluation_of_its_own_is_plain_likewise(aside: list[str]) -> None:
     def test_step(self: Any, data: Any) -> Any:
         x, y = data

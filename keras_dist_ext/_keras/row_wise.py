@@ -1,0 +1,68 @@
+"""Tell whether layers, losses and metrics of Keras' own compute each example of a batch by itself.
+
+Where that is not certain the answer is no: it costs the trace of a plan, and a check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.layers import attributes, flat_layers
+from keras_dist_ext._keras.models import KerasFunctional
+from keras_dist_ext._keras.user_code import compiled_parts, is_users, runs_user_code
+
+__all__ = ["are_row_wise", "has_row_wise_layers", "is_row_wise"]
+
+
+def has_row_wise_layers(model: keras.Model) -> bool:
+    """Whether all that a model computes is by layers that are, and hold no code of the user's.
+
+    Keras' operations that are no layers (``x - keras.ops.mean(x, axis=0)``) count as not.
+    """
+    return all(_is_row_wise_layer(layer, is_model=layer is model) for layer in flat_layers(model))
+
+
+def _is_row_wise_layer(layer: keras.Layer, *, is_model: bool) -> bool:
+    if isinstance(layer, KerasFunctional) and not all(isinstance(one, keras.Layer) for one in layer.operations):
+        return False
+    held = {} if is_model else dict(attributes(layer))  # a model of the user's holds what it wants
+    if any(_is_users_part(part) for value in held.values() for part in _parts(value)):
+        return False
+    return not any(_may_be_batch(held.get(name)) for name in ("axis", "axes", "_axis"))
+
+
+def _parts(value: object) -> Iterable[object]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _is_users_part(part: object) -> bool:
+    """Whether it is a function that a layer may run (an activation, a regularizer), or an object that is such."""
+    kinds = (keras.Regularizer, keras.constraints.Constraint)
+    if isinstance(part, kinds) or (isinstance(part, keras.Initializer) and not isinstance(part, type)):
+        return is_users(type(part))
+    return hasattr(part, "__code__") and is_users(part)
+
+
+def are_row_wise(model: keras.Model, others: Iterable[keras.Metric]) -> bool:
+    """Whether the losses and metrics of ``compile``, and other metrics, are."""
+    return all(map(is_row_wise, [*compiled_parts(model), *others]))
+
+
+def is_row_wise(one: object) -> bool:
+    """Whether a loss or metric is Keras' own, and computes each row by itself (losses/losses.py).
+
+    Args:
+        one: of these, or a function that stands for it; a name that ``compile`` finds out about, or None.
+    """
+    if not isinstance(one, keras.Loss | keras.Metric):
+        return not is_users(one) and one is not keras.losses.circle
+    if runs_user_code(one) or getattr(one, "fn", None) is keras.losses.circle:
+        return False  # which compares the examples of a batch with each other
+    given = getattr(one, "_fn_kwargs", {})
+    return not any(_may_be_batch(axis) for axis in (given.get("axis"), getattr(one, "axis", None)))
+
+
+def _may_be_batch(axis: object) -> bool:
+    """Whether an axis, or one of several, is that of the examples, or counts from the last and may be it."""
+    return any(isinstance(one, int) and (one == 0 or one < -1) for one in tree.flatten(axis))
