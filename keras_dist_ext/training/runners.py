@@ -61,7 +61,8 @@ class StepRunner:
             self._compare_first_batch(batch)
             run_steps = functools.partial(_run_on_batch, program, batch)
             first_batch = functools.partial(_given, batch)
-            if program.kind not in runtime.checked and has_rows_to_check(batch):
+            is_known = program.kind in runtime.checked and not _may_not_be_plain(program)
+            if not is_known and has_rows_to_check(batch):
                 check = functools.partial(_check, program, first_batch)
         if isinstance(program, StepProgram):
             program.step.first_batch = first_batch
@@ -129,6 +130,11 @@ def _only_runs_eagerly(program: StepProgram | CoordinatorProgram) -> bool:
     if not isinstance(program, StepProgram) or not program.is_eager:
         return False
     return program.step.is_split and not program.step.plan.is_checked
+
+
+def _may_not_be_plain(program: StepProgram | CoordinatorProgram) -> bool:
+    """Whether a step was taken for plain, and so was not checked, which another batch may show it is not."""
+    return isinstance(program, StepProgram) and bool(program.step.plan.is_plain)
 
 
 def _nothing() -> None:

@@ -576,6 +576,37 @@ def test_a_step_that_accumulates_gradients_is_planned_before_it_begins() -> None
         assert not plain_steps.may_be_plain(make(kde.Model, of_the_guide, optimizer=optimizer), "train")
 
 
+def of_any_data(self: Any, data: Any) -> Any:
+    if len(data) < 4 and data[-1] is None:
+        return of_the_guide(self, data)
+    x, y = data[:2]
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_max(tf.square(y - self(x, training=True)))
+    self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+    for metric in self.metrics:
+        metric.update_state(*([loss] if metric.name == "loss" else [y, self(x)]))
+    return self.get_metrics_result()
+
+
+def test_a_step_that_turns_out_not_to_be_plain_on_a_batch_is_checked_then(any_code: None) -> None:
+    with strategies.get("mirrored2").scope():
+        model = make(kde.Model, of_any_data, check="raise")
+    model.train_on_batch(X[:8], Y[:8])
+    assert is_plain(model)
+    with pytest.raises(StepError, match="gradient"):
+        model.train_on_batch(X[:8], Y[:8], WEIGHTS[:8])
+    assert is_plain(model) is False
+
+
+def test_a_step_of_data_that_keras_does_not_know_is_checked_then(any_code: None) -> None:
+    with strategies.get("mirrored2").scope():
+        model = make(kde.Model, of_any_data, check="raise")
+    model.train_on_batch(X[:8], Y[:8])
+    with pytest.raises(StepError, match="gradient"):
+        model.fit(tf.data.Dataset.from_tensor_slices((X, Y, X, Y)).batch(8), verbose=0, shuffle=False)
+    assert is_plain(model) is False
+
+
 def test_an_evaluation_of_its_own_is_plain_likewise(aside: list[str]) -> None:
     def test_step(self: Any, data: Any) -> Any:
         x, y = data
