@@ -24,12 +24,21 @@ def has_row_wise_layers(model: keras.Model) -> bool:
 
 
 def _is_row_wise_layer(layer: keras.Layer, *, is_model: bool) -> bool:
-    if isinstance(layer, KerasFunctional) and not all(isinstance(one, keras.Layer) for one in layer.operations):
+    operations = layer.operations if isinstance(layer, KerasFunctional) else ()
+    if not all(isinstance(one, keras.Layer) or _makes_mask(one) for one in operations):
         return False
     held = {} if is_model else dict(attributes(layer))  # a model of the user's holds what it wants
     if any(_is_users_part(part) for value in held.values() for part in _parts(value)):
         return False
     return not any(_may_be_batch(held.get(name)) for name in ("axis", "axes", "_axis"))
+
+
+def _makes_mask(operation: keras.Operation) -> bool:
+    """Whether it compares with one number, as for the mask of an Embedding (layers/core/embedding.py; ops/node.py)."""
+    is_comparison = type(operation).__name__ == "NotEqual"
+    return is_comparison and all(
+        len(node.arguments.args) == 2 and isinstance(node.arguments.args[1], int) for node in operation._inbound_nodes
+    )
 
 
 def _parts(value: object) -> Iterable[object]:

@@ -520,6 +520,19 @@ def test_layers_of_keras_leave_it_plain() -> None:
         assert plain_steps.may_be_plain(make(kde.Model, of_the_guide, *STOCK_LAYERS), "train")
 
 
+def test_masks_of_keras_leave_it_plain() -> None:
+    class Net(kde.Model):
+        train_step = of_the_guide
+
+    with strategies.get("mirrored2").scope():
+        inputs = keras.Input((6,), dtype="int32")
+        hidden = layers.LSTM(4)(layers.Embedding(5, 4, mask_zero=True)(inputs))
+        model = Net(inputs, layers.Dense(3)(hidden))
+        model.compile("sgd", "mse")
+        assert plain_steps.may_be_plain(model, "train")
+
+
+@pytest.mark.rotating
 def test_a_metric_of_its_own_that_wraps_a_function_is_checked(aside: list[str]) -> None:
     with strategies.get("mirrored2").scope():
         model = make(kde.Model, with_a_loss_of_its_own)
@@ -529,6 +542,7 @@ def test_a_metric_of_its_own_that_wraps_a_function_is_checked(aside: list[str]) 
     assert aside == ["plan", "check"]
 
 
+@pytest.mark.rotating
 def test_a_loss_of_its_own_over_pairs_of_examples_is_checked(aside: list[str]) -> None:
     with strategies.get("mirrored2").scope():
         model = make(kde.Model, with_a_loss_of_its_own)
@@ -546,6 +560,7 @@ def weighs_by_its_rows(self: Any, data: Any) -> Any:
     return self.get_metrics_result()
 
 
+@pytest.mark.rotating
 def test_a_number_that_may_be_of_rows_is_not_plain(any_code: None) -> None:
     with strategies.get("mirrored2").scope():
         model = make(kde.Model, weighs_by_its_rows)
@@ -598,6 +613,7 @@ def test_a_step_that_turns_out_not_to_be_plain_on_a_batch_is_checked_then(any_co
     assert is_plain(model) is False
 
 
+@pytest.mark.rotating
 def test_a_step_of_data_that_keras_does_not_know_is_checked_then(any_code: None) -> None:
     with strategies.get("mirrored2").scope():
         model = make(kde.Model, of_any_data, check="raise")
