@@ -31,7 +31,7 @@ from keras_dist_ext._keras.interception import Step, install, thread
 from keras_dist_ext._keras.strategies import sum_over_replicas
 from keras_dist_ext.aliases import DType, Gradient, Original, SpecNest, TensorNest, TracedFunction, UserFunction
 
-__all__ = ["intercept", "current_step", "local_updates", "weighs_missed_by_alpha"]
+__all__ = ["current_step", "function_arguments", "intercept", "local_updates", "weighs_missed_by_alpha"]
 
 Axis: TypeAlias = int | Sequence[int] | None
 
@@ -78,12 +78,6 @@ def _(
     if len(getattr(values, "shape", ())) == 0:
         return step.as_mean(local)
     return step.reduce_loss(local, sample_weight, mask, reduction, dtype)
-
-
-# keras/src/losses/loss.py: a step that is followed (see ``step.plain_calls``) is told that it calls one.
-@install(keras.Loss, "__call__")
-def _(original: Original, step: Step, /, loss: keras.Loss, *args: object, **kwargs: object) -> tf.Tensor:
-    return original(loss, *args, **kwargs)
 
 
 # keras/src/trainers/trainer.py
@@ -282,9 +276,14 @@ def _(original: Original, step: Step, /, regularization_loss: tf.Tensor) -> tf.T
 def _(original: Original, step: Step, /, loss: tf.Tensor, y_true: TensorNest, y_pred: TensorNest) -> tf.Tensor:
     for keras_own, over_all in ((losses_module.dice, _dice), (losses_module.tversky, _tversky)):
         if loss.fn is keras_own:
-            loss = losses_module.LossFunctionWrapper(functools.partial(over_all, keras_own), **loss._fn_kwargs)
+            loss = losses_module.LossFunctionWrapper(functools.partial(over_all, keras_own), **function_arguments(loss))
             break
     return original(loss, y_true, y_pred)
+
+
+def function_arguments(one: keras.Loss | keras.Metric) -> dict[str, object]:
+    """Return what the function in a loss or metric is given besides targets and outputs, if there is one."""
+    return dict(getattr(one, "_fn_kwargs", {}))
 
 
 def _dice(keras_own: Original, y_true: tf.Tensor, y_pred: tf.Tensor, axis: Axis = None) -> tf.Tensor:

@@ -1,6 +1,6 @@
 """Tell whether layers, losses and metrics of Keras' own compute each example of a batch by itself.
 
-Where that is not certain the answer is no: it costs the trace of a plan, and a check.
+Where that is not certain the answer is no: it costs a check, and the trace of a plan.
 """
 
 from __future__ import annotations
@@ -8,11 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from keras_dist_ext._keras import keras, tree
+from keras_dist_ext._keras.hooks import function_arguments
 from keras_dist_ext._keras.layers import attributes, flat_layers
 from keras_dist_ext._keras.models import KerasFunctional
-from keras_dist_ext._keras.user_code import compiled_parts, is_users, runs_user_code
+from keras_dist_ext._keras.user_code import compiled_parts, has_user_code, is_users, runs_user_code
 
-__all__ = ["are_row_wise", "has_row_wise_layers", "is_row_wise"]
+__all__ = ["are_row_wise", "has_code_to_check", "has_row_wise_layers", "is_row_wise"]
+
+
+def has_code_to_check(model: keras.Model, kind: str) -> bool:
+    """Whether a step of a kind runs code of the user's, or parts of Keras' own that may join examples of a batch."""
+    return has_user_code(model, kind) or not (has_row_wise_layers(model) and are_row_wise(model, ()))
 
 
 def has_row_wise_layers(model: keras.Model) -> bool:
@@ -25,20 +31,27 @@ def has_row_wise_layers(model: keras.Model) -> bool:
 
 def _is_row_wise_layer(layer: keras.Layer, *, is_model: bool) -> bool:
     operations = layer.operations if isinstance(layer, KerasFunctional) else ()
-    if not all(isinstance(one, keras.Layer) or _makes_mask(one) for one in operations):
+    if not all(isinstance(one, keras.Layer) or _is_row_wise_operation(one) for one in operations):
         return False
     held = {} if is_model else dict(attributes(layer))  # a model of the user's holds what it wants
     if any(_is_users_part(part) for value in held.values() for part in _parts(value)):
         return False
-    return not any(_may_be_batch(held.get(name)) for name in ("axis", "axes", "_axis"))
+    return not any(_may_be_batch(held.get(name)) for name in ("axis", "axes"))
 
 
-def _makes_mask(operation: keras.Operation) -> bool:
-    """Whether it compares with one number, as for the mask of an Embedding (layers/core/embedding.py; ops/node.py)."""
-    is_comparison = type(operation).__name__ == "NotEqual"
-    return is_comparison and all(
-        len(node.arguments.args) == 2 and isinstance(node.arguments.args[1], int) for node in operation._inbound_nodes
-    )
+def _is_row_wise_operation(operation: keras.Operation) -> bool:
+    """Whether one of ``keras.ops`` between layers is of each number by itself, or along other axes than the first."""
+    ranks = {len(tensor.shape) for tensor in tree.flatten(operation.input)}
+    if type(operation).__name__ in _OF_EACH_NUMBER:
+        return len(ranks) == 1  # else each example may meet each other one
+    axes = tree.flatten(getattr(operation, "axis", None))
+    return all(isinstance(axis, int) and (axis > 0 or (axis == -1 and min(ranks) > 1)) for axis in axes)
+
+
+_OF_EACH_NUMBER = (
+    *("Absolute", "Add", "Cast", "Divide", "Exp", "Gelu", "LeakyRelu", "Log", "Maximum", "Minimum", "Multiply"),
+    *("Negative", "NotEqual", "Relu", "Sigmoid", "Sqrt", "Square", "Subtract", "Tanh", "TrueDivide"),
+)
 
 
 def _parts(value: object) -> Iterable[object]:
@@ -68,7 +81,7 @@ def is_row_wise(one: object) -> bool:
         return not is_users(one) and one is not keras.losses.circle
     if runs_user_code(one) or getattr(one, "fn", None) is keras.losses.circle:
         return False  # which compares the examples of a batch with each other
-    given = getattr(one, "_fn_kwargs", {})
+    given = function_arguments(one)
     return not any(_may_be_batch(axis) for axis in (given.get("axis"), getattr(one, "axis", None)))
 
 

@@ -83,7 +83,6 @@ class _Net(keras.Model):  # type: ignore[misc]
 
 _OF_TEST = (
     "Model.compute_loss",
-    "Loss.__call__",
     "LossFunctionWrapper.call",
     "loss.reduce_weighted_values",
     "loss.scale_loss_for_distribution",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
@@ -56,7 +57,7 @@ class PlainCalls:
             "model": self._call_model,
             "result": self._compute_result,
             "update": self._update_metric,
-            "Loss.__call__": self._compute_loss,
+            "loss": self._compute_loss,
             "Model.compute_loss": self._compute_loss,
             "GradientTape.gradient": self._differentiate,
             "Optimizer.apply": self._apply,
@@ -91,7 +92,7 @@ class PlainCalls:
         """Call what the step, or code that it has called, calls.
 
         Args:
-            name: of a hook, or "model", or "result" or "update" (of a metric).
+            name: of a hook, or "model", "loss" (an object), or "result" or "update" (of a metric).
             function: does what it does.
             args: that it is given.
             kwargs: likewise.
@@ -222,7 +223,7 @@ def call_model(
 
 @contextlib.contextmanager
 def noted_calls(model: DistributedModel) -> Iterator[None]:
-    """Have the updates of metrics tell the running step, if it is followed, that they are called.
+    """Have losses, and the updates of metrics, tell the running step, if it is followed, that they are called.
 
     Args:
         model: whose metrics these are.
@@ -231,10 +232,35 @@ def noted_calls(model: DistributedModel) -> Iterator[None]:
     for metric in metrics:
         metric.__dict__["update_state"] = functools.partial(_call_noted, "update", type(metric).update_state, metric)
     try:
-        yield
+        with _noted_losses():
+            yield
     finally:
         for metric in metrics:
             metric.__dict__.pop("update_state", None)
+
+
+_CALL_OF_LOSS = keras.Loss.__call__
+_lock = threading.Lock()
+_traces: list[object] = []  # that note calls of losses, of any thread
+
+
+@contextlib.contextmanager
+def _noted_losses() -> Iterator[None]:
+    trace = object()
+    with _lock:
+        _traces.append(trace)
+        keras.Loss.__call__ = _call_loss
+    try:
+        yield
+    finally:
+        with _lock:
+            _traces.remove(trace)
+            if not _traces:
+                keras.Loss.__call__ = _CALL_OF_LOSS
+
+
+def _call_loss(loss: keras.Loss, *args: object, **kwargs: object) -> TensorNest:
+    return _call_noted("loss", _CALL_OF_LOSS, loss, *args, **kwargs)
 
 
 def _call_noted(name: str, function: Callable[..., TensorNest], /, *args: object, **kwargs: object) -> TensorNest:

@@ -13,9 +13,9 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext._keras.models import overrides
 from keras_dist_ext._keras.random import use_global_seed_generator
+from keras_dist_ext._keras.row_wise import has_code_to_check
 from keras_dist_ext._keras.strategies import is_default_strategy, replica_id, seen_as_one_replica
 from keras_dist_ext._keras.tracing import scratch_graph
-from keras_dist_ext._keras.user_code import has_user_code
 from keras_dist_ext._keras.variables import without_aggregation
 from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.data import split as data
@@ -115,9 +115,9 @@ class DistributedStep:
     """Whether logs tell if replicas do what one device does."""
 
     @property
-    def has_user_code(self) -> bool:
-        """Whether it runs code that is neither Keras' nor of this package."""
-        return has_user_code(self.model, self.kind)
+    def has_code_to_check(self) -> bool:
+        """Whether it runs code that is neither Keras' nor of this package, or joins examples of a batch."""
+        return has_code_to_check(self.model, self.kind)
 
     def untraced_copy(self) -> DistributedStep:
         """Return a new step of the same kind, not traced yet."""

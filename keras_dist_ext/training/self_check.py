@@ -1,8 +1,8 @@
 """Before training, make one step on a few rows both on one device and on replicas, and report what differs.
 
-Only for models with code of the user's in their steps, and those compiled with ``exact=True``; likewise before
-evaluation, in ``fit`` or by itself, and prediction, where their steps may do other things than those of training. What
-was reported once is not said again.
+Only for models with code of the user's in their steps, or with layers, losses or metrics that may join examples of a
+batch, and those compiled with ``exact=True``; likewise before evaluation, in ``fit`` or by itself, and prediction,
+where their steps may do other things than those of training. What was reported once is not said again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras_dist_ext._keras import keras
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.models import overrides
+from keras_dist_ext._keras.row_wise import has_row_wise_layers
 from keras_dist_ext._keras.user_code import has_user_layers, is_users
 from keras_dist_ext.aliases import StepData
 from keras_dist_ext.data.split import num_rows
@@ -66,7 +67,7 @@ def check_step(
         return None
     runtime.checked.add(kind)
     num_replicas = step.num_step_replicas
-    is_of_keras = bool(step.plan.is_plain or not step.has_user_code) and not runtime.exact
+    is_of_keras = bool(step.plan.is_plain or not step.has_code_to_check) and not runtime.exact
     if num_replicas == 1 or is_of_keras or (kind == "test" and _tells_nothing_new(step)):
         return None
 
@@ -98,7 +99,8 @@ def check_prediction(program: PredictProgram, batch: StepData) -> str | None:
     if not all(layer.built for layer in flat_layers(model)):  # or weights would begin as the check draws them
         return None
     runtime.checked.add("predict")
-    is_known = not has_user_layers(model) or runtime.checked & {"train", "test"}
+    is_known = not has_user_layers(model) and has_row_wise_layers(model)
+    is_known = is_known or bool(runtime.checked & {"train", "test"})
     if is_known and not program.is_of_user:
         return None
     compare = functools.partial(compare_predictions, program)

@@ -71,7 +71,7 @@ def nodes(model):
 # The same numbers
 
 
-@pytest.mark.parametrize("micro_batches", rotating([1, 4], [4]))
+@pytest.mark.parametrize("micro_batches", rotating([1, 4], [1], slow=[4]))
 @pytest.mark.parametrize(
     ("strategy", "parts"), rotating([(default, ONE), (groups, GROUPS)], [(groups, GROUPS)]), ids=["one group", "2 x 2"]
 )

@@ -19,6 +19,7 @@ from two_workers import on_two_workers
 
 import keras_dist_ext as kde
 from keras_dist_ext.errors import StepError
+from keras_dist_ext.step import plain_calls
 from keras_dist_ext.training import plain_steps, runners, step_planning
 
 pytestmark = pytest.mark.checks_fit
@@ -407,7 +408,7 @@ def test_so_it_does_on_two_workers(name: str, values: Any) -> None:
         compare(found, on_one_device(PLAIN[name], 7))
 
 
-@pytest.mark.parametrize("name", rotating(OTHERS, ("clips its gradients", "catches all errors")))
+@pytest.mark.parametrize("name", rotating(OTHERS, ("catches all errors",), slow=("clips its gradients",)))
 def test_a_step_that_does_anything_else_is_planned_and_checked(name: str, aside: list[str], any_code: None) -> None:
     step = OTHERS[name]
     with strategies.get("mirrored2").scope():
@@ -461,14 +462,14 @@ def layer_of_the_users() -> Any:
 @pytest.mark.parametrize(
     ("between", "compiled"),
     [
-        ((layer_of_the_users,), {}),
-        ((lambda: layers.Lambda(lambda x: 0.5 * x),), {}),
         ((), {"loss": lambda y, y_pred: keras.losses.mean_squared_error(y, y_pred)}),
-        ((), {"metrics": [lambda y, y_pred: keras.losses.mean_squared_error(y, y_pred)]}),
-        ((), {"run_eagerly": True}),
-        ((), {"exact": True}),
+        pytest.param((layer_of_the_users,), {}, marks=pytest.mark.rotating),
+        pytest.param((lambda: layers.Lambda(lambda x: 0.5 * x),), {}, marks=pytest.mark.rotating),
+        pytest.param((), {"metrics": [lambda *of: keras.losses.mean_squared_error(*of)]}, marks=pytest.mark.rotating),
+        pytest.param((), {"run_eagerly": True}, marks=pytest.mark.rotating),
+        pytest.param((), {"exact": True}, marks=pytest.mark.rotating),
     ],
-    ids=["a layer", "a Lambda", "a loss", "a metric", "eagerly", "exact"],
+    ids=["a loss", "a layer", "a Lambda", "a metric", "eagerly", "exact"],
 )
 def test_it_is_plain_only_if_all_that_it_calls_is_keras_own(between: Any, compiled: Any, aside: list[str]) -> None:
     with strategies.get("mirrored2").scope():
@@ -648,6 +649,7 @@ def test_an_evaluation_of_its_own_is_plain_likewise(aside: list[str]) -> None:
     compare(found, evaluated(keras.Model))
 
 
+@pytest.mark.slow
 def test_losses_of_layers_and_their_state_are_those_of_one_device(aside: list[str]) -> None:
     def run(base: Any) -> dict[str, Any]:
         return fit(
@@ -676,6 +678,7 @@ def test_a_model_that_trains_again_on_other_batches_stays_plain(aside: list[str]
     assert is_plain(model)
 
 
+@pytest.mark.slow
 def test_a_step_that_branches_later_is_planned_then(aside: list[str], any_code: None) -> None:
     def by_form(self: Any, data: Any) -> Any:
         if len(data) == 3:
@@ -701,3 +704,15 @@ def test_a_step_that_branches_later_is_planned_then(aside: list[str], any_code: 
     with strategies.get("mirrored2").scope():
         found = run(kde.Model)
     compare(found, run(keras.Model))
+
+
+def test_losses_are_called_as_ever_once_no_thread_traces_any_more() -> None:
+    call = keras.Loss.__call__
+    model = make(keras.Model, of_the_guide)
+    first, second = plain_calls.noted_calls(model), plain_calls.noted_calls(model)
+    with first:
+        second.__enter__()
+    assert keras.Loss.__call__ is not call
+    second.__exit__(None, None, None)
+    assert keras.Loss.__call__ is call
+    assert all("update_state" not in vars(metric) for metric in model.metrics)

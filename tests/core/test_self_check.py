@@ -845,6 +845,46 @@ def test_built_in_models_are_not_checked(mirrored, monkeypatch):
     model.fit(data(), shuffle=False, verbose=0)
 
 
+def of_parts(of_kind: str) -> Any:
+    """A model of Keras' own step and parts, which join the examples of a batch."""
+    h = inputs = layers.Input((5,))
+    activation = (lambda x: x / ops.max(x)) if of_kind == "activation" else "tanh"
+    h = layers.Dense(4, activation=activation)(h)
+    if of_kind == "operation":
+        h = h - ops.mean(h, axis=0, keepdims=True)
+    elif of_kind == "outer sum":
+        h = ops.sum(h, axis=-1, keepdims=True) + ops.sum(h, axis=-1)
+        h = ops.mean(h, axis=-1, keepdims=True)
+    elif of_kind == "layer":
+        h = layers.Softmax(axis=0)(h)
+    model = kde.Model(inputs, layers.Dense(3)(h), name="net")
+    model.compile(SGD(0.1), keras.losses.CosineSimilarity(axis=0) if of_kind == "loss" else "mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    "of_kind", rotating(["activation", "operation", "outer sum", "layer", "loss"], ("operation", "activation"))
+)
+def test_parts_of_keras_that_join_examples_are_found(of_kind, mirrored):
+    with mirrored.scope():
+        model = of_parts(of_kind)
+    with pytest.warns(UserWarning, match="'net' does not train on 2 replicas as on one device"):
+        model.fit(data(), shuffle=False, verbose=0)
+
+
+def test_arithmetic_and_reductions_of_an_example_between_layers_are_not_checked(mirrored, monkeypatch):
+    from keras_dist_ext.training import self_check
+
+    monkeypatch.setattr(self_check, "_few_rows", lambda *_: pytest.fail("it was checked"))
+    h = inputs = layers.Input((5,))
+    with mirrored.scope():
+        h = layers.Dense(4)(h)
+        h = ops.concatenate([ops.relu(h) + 2.0 * h, h], axis=-1) - ops.mean(h, axis=1, keepdims=True)
+        model = kde.Model(inputs, layers.Dense(3)(h))
+        model.compile("sgd", "mse")
+    model.fit(data(), shuffle=False, verbose=0)
+
+
 @pytest.mark.rotating
 def test_the_data_is_read_as_without_the_check(mirrored):
     seen = []

@@ -36,7 +36,7 @@ def assert_same(found, expected, *, asked=True):
             close(value, expected_value)
 
 
-@pytest.mark.parametrize("data", rotating(runs.DATA, ["arrays"]))
+@pytest.mark.parametrize("data", rotating(runs.DATA, [], slow=["arrays"]))
 def test_a_stop_anywhere_ends_the_step_and_leaves_the_validation_whole(mirrored, data):
     assert_same(runs.all_stops(runs.make(kde, mirrored), data), stock(data))
 

@@ -107,7 +107,7 @@ FAULTS: dict[str, tuple[models.Build, dict[str, Any], tuple[Any, ...], str, str,
 ALONE = ["9, sample weights", "10, an empty replica", "12, dropout"]  # run lines that no other test runs
 
 
-@pytest.mark.parametrize("fault", rotating(FAULTS, ["9, a mask"], slow=ALONE))
+@pytest.mark.parametrize("fault", rotating(FAULTS, [], slow=["9, a mask", *ALONE]))
 def test_a_fault_of_stock_keras_is_named_and_ours_passes(fault: str, mirrored: Strategy) -> None:
     model, arguments, data, code, words, allowed = FAULTS[fault]
     keras.utils.set_random_seed(SEED)

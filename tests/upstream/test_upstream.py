@@ -176,7 +176,6 @@ SIGNATURES = {
     "keras.src.layers.convolutional.conv1d": {"Conv1D.call": "self inputs"},
     "keras.src.layers.pooling.base_pooling": {"BasePooling.call": "self inputs"},
     "keras.src.losses.loss": {
-        "Loss.__call__": "self y_true y_pred sample_weight",
         "apply_mask": "sample_weight mask dtype reduction",
         "reduce_weighted_values": "values sample_weight mask reduction dtype",
         "scale_loss_for_distribution": "value",

@@ -54,7 +54,7 @@ class DeclaredStep(DistributedStep):
         self._plan.is_made = True  # as far as it was examined
         self._kept = kept
 
-    has_user_code = True
+    has_code_to_check = True
     adds_own_losses = True
     takes_check = "TrainLoop"
     logs_are_compared = False  # what is declared may say how many replicas there are
