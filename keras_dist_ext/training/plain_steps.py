@@ -59,11 +59,11 @@ def _computes_by_keras(model: keras.Model) -> bool:
     """Whether a built model is of layers, losses and metrics of Keras' own that compute each example by itself."""
     if not isinstance(model, KerasFunctional | keras.Sequential) or has_user_layers(model):
         return False
+    if not all(layer.built for layer in flat_layers(model)):
+        return False
     if any(len(output.shape) < 2 for output in model.outputs or ()):  # the last axis is that of the examples
         return False
     if any(overrides(model, name) for name in ("compute_loss", "compute_metrics", "get_metrics_result", "call")):
-        return False
-    if not all(layer.built for layer in flat_layers(model)):
         return False
     return has_row_wise_layers(model) and are_row_wise(model, leaf_metrics(model))
 

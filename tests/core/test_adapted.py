@@ -128,7 +128,7 @@ def trained_on_top(lib, strategy, backbone, **compiled):
     return [history, net.predict(X, verbose=0), *(w.numpy() for w in net.weights)]
 
 
-@pytest.mark.parametrize("kind", rotating(["mirrored2", "mirrored4"], ["mirrored2"]))
+@pytest.mark.parametrize("kind", rotating(["mirrored2", "mirrored4"], [], slow=["mirrored2"]))
 def test_a_frozen_backbone_made_outside_of_the_scope_trains_a_head_as_in_stock_keras(kind):
     results = []
     for lib, strategy in ((keras, strategies.get("default")), (kde, strategies.get(kind))):

@@ -86,6 +86,7 @@ def test_the_command_that_opens_tensorboard_finds_the_curves_of_each_replica(sho
         assert total == 2 * examples  # of two epochs
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_table_of_replicas_while_training_goes_on(tmp_path):
     terminal = Console(file=io.StringIO(), width=100, force_terminal=True, highlight=False)
     digits.main(num_replicas=2, epochs=1, log_dir=tmp_path, console=terminal)

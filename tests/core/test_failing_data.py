@@ -84,7 +84,8 @@ def left(library: Any, strategy: Any, data: Callable[[Any], Any], times: int = 1
             (distributed, "auto"),
             (Files, "auto"),
         ],
-        [(of_unknown_length, "auto")],
+        [],
+        slow=[(of_unknown_length, "auto")],
     ),
 )
 def test_training_has_made_all_steps_before_what_fails_and_nothing_of_the_next(mirrored, data, steps_per_execution):

@@ -93,7 +93,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 QUICK = ("2 replicas, 3 steps at a time",)
 
 
-@pytest.mark.parametrize("name", rotating(CONFIGURATIONS, QUICK))
+@pytest.mark.parametrize("name", rotating(CONFIGURATIONS, (), slow=QUICK))
 def test_a_step_that_is_skipped_has_never_been_on_any_replica(name: str, strategies: Any) -> None:
     kind, options = CONFIGURATIONS[name]
     strategy = strategies.get(kind)

@@ -835,7 +835,7 @@ def test_a_learning_rate_assigned_between_fits_is_used(mirrored):
 # What a model leaves behind
 
 
-@pytest.mark.parametrize("kind", rotating(["default", "mirrored2"], ["mirrored2"]))
+@pytest.mark.parametrize("kind", rotating(["default", "mirrored2"], [], slow=["mirrored2"]))
 def test_a_model_that_is_gone_has_taken_its_graphs_along(strategies, kind):
     def num_graphs():
         gc.collect()

@@ -661,6 +661,7 @@ def test_measuring_leaves_the_check_of_steps_to_training():
         model.fit(X, Y, **FIT)
 
 
+@pytest.mark.slow
 def test_measuring_sees_each_part_work_and_leaves_the_model_as_it_was():
     model = make(groups())
     placement = place(model, GROUPS, micro_batches=2)

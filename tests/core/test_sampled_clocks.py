@@ -71,7 +71,7 @@ def batches(length: str = "known") -> tf.data.Dataset:
 
 @pytest.mark.parametrize("num_replicas", rotating([1, 2], [2]))
 @pytest.mark.parametrize("length", rotating(["known", "unknown"], ["unknown"]))
-@pytest.mark.parametrize("steps", rotating([1, 5, 50], [5]))
+@pytest.mark.parametrize("steps", rotating([1, 5, 50], [], slow=[5]))
 def test_losses_are_those_of_all_steps_and_times_add_up(
     steps: int, length: str, num_replicas: int, take_for_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

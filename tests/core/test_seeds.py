@@ -517,7 +517,7 @@ def by_adoption(model: Any, folder: pathlib.Path, strategy: Any) -> Any:
 
 @pytest.mark.parametrize(
     "way",
-    rotating([by_keras_file, by_weights_file, by_checkpoint, by_adoption, by_pickle], [by_keras_file]),
+    rotating([by_keras_file, by_weights_file, by_checkpoint, by_adoption, by_pickle], [], slow=[by_keras_file]),
 )
 @pytest.mark.parametrize("with_callback", rotating([True, False], [True]))
 def test_a_run_that_was_saved_goes_on_as_if_it_had_not_stopped(

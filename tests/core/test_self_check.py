@@ -745,7 +745,7 @@ def in_a_fold(net: Any, y: Any, p: Any) -> Any:
     return tf.foldl(lambda total, value: total + value, squares(y, p))
 
 
-@pytest.mark.parametrize("loss", rotating([in_a_fold, pairs], [pairs], slow=[in_a_fold]))
+@pytest.mark.parametrize("loss", rotating([in_a_fold, pairs], [], slow=[in_a_fold, pairs]))
 def test_steps_on_data_that_tensorflow_has_split_are_measured_and_checked(mirrored, loss):
     """No graph tells that the loss is a sum; and no row is lost."""
     results, said = [], []
@@ -786,7 +786,7 @@ def state(model: Any) -> list[Any]:
     return [*model.get_weights(), *(np.asarray(v) for v in model.optimizer.variables), model.history.history["loss"]]
 
 
-@pytest.mark.parametrize("layer", rotating([Noisy, Bank], [Noisy]))
+@pytest.mark.parametrize("layer", rotating([Noisy, Bank], [], slow=[Noisy]))
 def test_all_is_put_back_bit_for_bit(mirrored, layer):
     """Training, with random numbers and state, gives the bits that it gives without the check."""
     results = []

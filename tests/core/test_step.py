@@ -240,7 +240,8 @@ EAGERLY = ["BatchNormalization", "a ratio of means"]
     ("case", "run_eagerly"),
     rotating(
         [*((case, False) for case in LAYERS), *((case, True) for case in EAGERLY)],
-        [("BatchNormalization and Dropout", False)],
+        [],
+        slow=[("BatchNormalization and Dropout", False)],
     ),
 )
 def test_replicas_without_rows_leave_numbers_and_agree(strategies, case, run_eagerly):

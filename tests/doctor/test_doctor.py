@@ -461,6 +461,7 @@ def test_short_steps_are_recorded_for_a_while_only(mirrored: Any, monkeypatch: p
 # Where it tells
 
 
+@pytest.mark.slow
 def test_findings_are_in_the_monitors_dashboard_in_text_and_in_json(mirrored: Any, tmp_path: pathlib.Path) -> None:
     memory = kde.MemoryWriter()
     monitor = kde.ReplicaMonitor(tmp_path / "logs", writers=[memory])
