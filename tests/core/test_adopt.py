@@ -239,6 +239,7 @@ def test_a_layer_shared_between_nested_models_stays_one(mirrored):
     assert len(adopted.weights) == 2
 
 
+@pytest.mark.slow
 def test_inputs_and_outputs_keep_their_structure(mirrored):
     inputs = {"a": keras.Input((2,), name="a"), "b": keras.Input((1,), name="b", dtype="int32")}
     embedded = keras.layers.Flatten()(keras.layers.Embedding(5, 2)(inputs["b"]))
@@ -443,6 +444,7 @@ def test_an_own_class_from_a_module_whose_name_begins_with_keras_is_found(mirror
 # What was compiled
 
 
+@pytest.mark.slow
 def test_everything_given_to_compile_is_taken_over(mirrored):
     def loss(y_true, y_pred):
         return keras.ops.mean((y_true - y_pred) ** 2, axis=-1)

@@ -175,6 +175,7 @@ def test_many_bad_steps_in_a_row_are_no_bad_luck(mirrored: Any) -> None:
     assert_same(fit(make(mirrored), (X[: 2 * BATCH], Y[: 2 * BATCH])), state(model))
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_named(mirrored: Any) -> None:
     model = make(mirrored)
     first = model.weights[0]
@@ -212,6 +213,7 @@ def test_a_loss_scale_deals_with_overflows_by_itself(mirrored: Any) -> None:
     assert_same(fit(make(mirrored, scaled), without(NAN)), found)
 
 
+@pytest.mark.slow
 def test_all_optimizers_of_a_step_of_ones_own_are_guarded(mirrored: Any) -> None:
     with mirrored.scope():
         weight = tf.Variable(1.0)

@@ -156,6 +156,7 @@ def test_a_replica_without_examples_is_an_error_that_names_step_line_and_fix(mir
         net.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
 
 
+@pytest.mark.slow
 def test_a_replica_with_too_few_examples_is_that_error_too_and_leaves_the_weights(mirrored):
     net = made(kde, mirrored, in_a_step, three_hardest, check=False)
     before = net.get_weights()

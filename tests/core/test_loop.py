@@ -211,6 +211,7 @@ def test_several_steps_are_made_in_one_call_of_the_graph(mirrored: Any) -> None:
     np.testing.assert_array_equal(line.slope.numpy(), alone.slope.numpy())
 
 
+@pytest.mark.slow
 def test_a_ragged_loss_is_the_mean_over_all_elements(strategies: Any) -> None:
     ragged = tf.ragged.constant([[1.0], [2.0, 3.0, 10.0], [], [4.0, 5.0], [6.0]])
     data = tf.data.Dataset.from_tensors(ragged)
@@ -226,6 +227,7 @@ def test_a_ragged_loss_is_the_mean_over_all_elements(strategies: Any) -> None:
         }
 
 
+@pytest.mark.slow
 def test_arrays_and_single_batches_train_as_datasets_do(mirrored: Any) -> None:
     slopes = []
     for is_array in (False, True):
@@ -1071,6 +1073,7 @@ def test_generators_of_python_are_seen_to_go_on(generator: Any, mirrored: Any) -
         small_loop(mirrored, step).fit(batches(), verbose=0)
 
 
+@pytest.mark.slow
 def test_a_function_of_tensorflow_in_a_step_is_no_side_effect(mirrored: Any) -> None:
     losses = []
     for strategy in (DEFAULT, mirrored):

@@ -112,6 +112,7 @@ def test_one_replica_does_not_assign_alone(mirrored: Any) -> None:
 # What is right
 
 
+@pytest.mark.slow
 def test_functions_of_tensorflow_may_compute_and_assign_what_all_share(mirrored: Any) -> None:
     results = []
     for strategy in (DEFAULT, mirrored):

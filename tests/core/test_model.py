@@ -475,6 +475,7 @@ def test_a_file_of_ours_goes_on_in_stock_keras_that_does_not_know_us(tmp_path, m
             assert_close(weights.values(), net.get_weights())
 
 
+@pytest.mark.slow
 def test_weights_files_are_exchanged_with_stock_keras(tmp_path, mirrored):
     net, other = made(functional, mirrored), stock(functional)
     net.fit(X, Y, **FIT)
@@ -490,6 +491,7 @@ def test_weights_files_are_exchanged_with_stock_keras(tmp_path, mirrored):
         np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.slow
 def test_an_exported_model_serves_what_the_model_predicts(tmp_path, mirrored):
     net = made(functional, mirrored)
     net.fit(X, Y, **FIT)
@@ -580,6 +582,7 @@ def test_gradients_that_are_accumulated_survive_a_file(tmp_path, mirrored, batch
     assert_same_state(alone, expected)
 
 
+@pytest.mark.slow
 def test_a_file_written_in_the_middle_of_an_accumulation_does_not_disturb_training(tmp_path, mirrored):
     net, expected = made(sequential, mirrored, optimizer=accumulating), stock(optimizer=accumulating)
     net.fit(X, Y, epochs=3, callbacks=[SaveAt(1, tmp_path / "net.keras")], **FIT)
@@ -798,6 +801,7 @@ def test_a_number_of_steps_that_is_none_is_refused(number):
         sequential().compile("sgd", "mse", steps_per_execution=number)
 
 
+@pytest.mark.slow
 def test_compiling_again_changes_loss_optimizer_and_metrics(mirrored):
     net, expected = made(sequential, mirrored), stock()
     for each in (net, expected):

@@ -138,6 +138,7 @@ def test_a_replica_without_examples_has_none_and_no_loss(strategies: Any) -> Non
         assert np.isfinite(values).tolist() == [False, False, False, True]
 
 
+@pytest.mark.slow
 def test_steps_are_updates_where_gradients_accumulate(mirrored: Any) -> None:
     model = build(mirrored, lambda: keras.optimizers.SGD(0.01, gradient_accumulation_steps=3))
     monitor, memory = remembered(update_freq=1)
@@ -187,6 +188,7 @@ def test_automatic_intervals_are_as_long_as_their_end_costs(cost_seconds: float,
 # Steps continue
 
 
+@pytest.mark.slow
 def test_steps_continue_over_calls_and_after_a_resume(mirrored: Any, tmp_path: pathlib.Path) -> None:
     model = build(mirrored)
     monitor, memory = remembered(update_freq=np.int64(5))
@@ -569,6 +571,7 @@ def test_a_parameter_server_has_no_replicas_to_compare() -> None:
         kde.ReplicaMonitor("x").on_run_prepare(Model())
 
 
+@pytest.mark.slow
 def test_a_monitor_can_be_copied_for_each_trial_and_serve_one_model_after_another(mirrored: Any) -> None:
     original, _ = remembered(terminal=True)
     monitor = copy.deepcopy(original)

@@ -171,6 +171,7 @@ def test_without_a_strategy_weights_and_slots_live_on_the_device_of_their_part()
         assert devices_of(variable) == ["CPU:3" if "decoder" in variable.path else "CPU:0"], variable.path
 
 
+@pytest.mark.slow
 def test_under_a_one_device_strategy_the_rest_stays_on_its_device():
     model = make(one_device())
     placement = place(model, {"decoder": "CPU:3"})
@@ -296,6 +297,7 @@ def test_another_placement_takes_the_place_of_the_first():
     assert_close(model, plain)
 
 
+@pytest.mark.slow
 def test_a_placed_model_is_saved_and_loaded_as_any(tmp_path):
     model = make()
     place(model, ONE)

@@ -356,6 +356,7 @@ def fit_small(folder: Any, *callbacks: Any, resume: Any = None, **arguments: Any
     return model.fit(**given, callbacks=[resume, *callbacks])
 
 
+@pytest.mark.slow
 def test_the_same_objects_resume_in_the_same_process(strategies: Any, tmp_path: pathlib.Path) -> None:
     def again(folder: pathlib.Path, crashes: bool) -> Any:
         keras.utils.set_random_seed(1)
@@ -515,6 +516,7 @@ class Gathers(keras.callbacks.Callback):
         self.seen.add(epoch)
 
 
+@pytest.mark.slow
 def test_containers_that_a_callback_shares_with_the_script_are_restored_in_place(tmp_path: pathlib.Path) -> None:
     def run_script(*crash: Any) -> Any:
         keras.utils.set_random_seed(1)

@@ -544,6 +544,7 @@ def test_a_run_goes_on_under_another_number_of_replicas(mirrored: Any, strategie
         assert [step[:3] for step in drawn[replica]] == [step[:3] for step in whole[replica][STEPS:]]
 
 
+@pytest.mark.slow
 def test_stock_keras_loads_what_ours_saved(mirrored: Any, tmp_path: pathlib.Path) -> None:
     model = small_model(mirrored)
     losses(model, 1)
@@ -679,6 +680,7 @@ def test_models_of_stock_keras_are_refused_by_name(mirrored: Any) -> None:
         kde.seed_replicas(stock, 1)
 
 
+@pytest.mark.slow
 def test_an_integer_as_a_seed_in_a_step_is_warned_of_once_unless_the_run_is_seeded(mirrored: Any) -> None:
     def fit(*callbacks: Any) -> None:
         with mirrored.scope():

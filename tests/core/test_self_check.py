@@ -804,6 +804,7 @@ def test_all_is_put_back_bit_for_bit(mirrored, layer):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_check_is_an_error_if_asked_for_and_survives_saving_and_adoption(mirrored, tmp_path):
     def make(check: Any) -> Any:
         model = stack()
@@ -921,6 +922,7 @@ def test_nothing_of_the_check_stays_in_a_tf_function(mirrored):
     assert (noise[0] != noise[1]).all()  # where the check draws alike for all rows
 
 
+@pytest.mark.slow
 def test_the_step_of_a_loop_is_checked_too(mirrored):
     """A loop weighs by rows what is differentiated in it, as a mean; no graph tells that this is a sum."""
     with mirrored.scope():

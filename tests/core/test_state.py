@@ -148,6 +148,7 @@ def test_threads_train_models_of_one_strategy_at_once(strategies):
             np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_tensorflow_told_to_run_functions_eagerly_gives_the_same(mirrored):
     class Net(kde.Model):
         def train_step(self, data: Any) -> Any:

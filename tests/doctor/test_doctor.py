@@ -263,6 +263,7 @@ def test_idle_gpus_are_found(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert _quick(mirrored) == ["idle-accelerators"]
 
 
+@pytest.mark.slow
 def test_a_stock_model_outside_of_the_scope_is_found_and_its_copy_is_measured(mirrored: Any) -> None:
     stock = keras.Sequential(mlp())
     stock.compile("adam", "mse")

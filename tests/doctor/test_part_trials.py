@@ -29,7 +29,7 @@ class Own(keras.metrics.Mean):  # type: ignore[misc]
         super().update_state(tf.abs(y - predicted))
 
 
-@pytest.mark.slow
+@pytest.mark.rotating(turns=2)
 def test_parts_that_may_cost_much_are_timed_and_the_model_stays_as_it_was(mirrored: Any) -> None:
     x = np.random.default_rng(0).integers(1000, size=(32, 7))
     with mirrored.scope():

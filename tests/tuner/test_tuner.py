@@ -552,6 +552,7 @@ def test_a_tuner_with_a_run_trial_of_its_own_needs_no_hypermodel(with_decorator:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_trial_of_its_own_that_calls_keras_tuners_is_followed_once(tmp_path: pathlib.Path) -> None:
     class Own(kde.tuner.RandomSearch):
         def run_trial(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
@@ -1028,6 +1029,7 @@ def test_a_slow_strategy_is_never_picked(objective: str, slow: str, tmp_path: pa
     assert report[fast].examples_per_second[1] > middle
 
 
+@pytest.mark.slow
 def test_throughput_leaves_out_compilation_and_the_first_steps(tmp_path: pathlib.Path) -> None:
     def build(hp: Any) -> Any:
         return compiled(kde.Sequential([keras.Input((4,)), Slow(0.01), keras.layers.Dense(3, "softmax")]))
@@ -1331,6 +1333,7 @@ def test_the_report_prints_and_returns_what_is_known_of_each_strategy(
     assert row.failures[0].causes == ("later",)
 
 
+@pytest.mark.slow
 def test_each_trial_logs_its_replicas_hyperparameters_and_results_in_its_own_folder(
     tmp_path: pathlib.Path,
 ) -> None:
@@ -1423,7 +1426,7 @@ def test_settings_that_a_trial_changes_are_restored(tmp_path: pathlib.Path) -> N
     assert not tf.distribute.has_strategy()
 
 
-@pytest.mark.rotating(turns=4)
+@pytest.mark.rotating(turns=8)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", ["one_device", "mirrored(2)"])
 def test_memory_is_flat_over_thirty_trials(strategy: str, tmp_path: pathlib.Path) -> None:

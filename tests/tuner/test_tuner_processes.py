@@ -153,6 +153,7 @@ def test_a_worker_that_never_gets_a_trial_is_removed_with_its_reason(tmp_path):
     assert "this machine lacks a library" in search.deaths[-1].cause
 
 
+@pytest.mark.slow
 def test_a_search_without_workers_ends_with_their_reasons(tmp_path):
     search = LightSearch(tmp_path, ["crash"], ["crash"], max_restarts=0)
     assert isinstance(search.error, SearchEnded)

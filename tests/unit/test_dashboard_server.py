@@ -366,6 +366,7 @@ def test_the_tab_is_active_without_a_marker(tmp_path):
     assert plugin_of(multiplexer_of(tmp_path), tmp_path).is_active() is True
 
 
+@pytest.mark.slow
 def test_dropped_points_are_reported_with_the_flag_that_keeps_them(tmp_path):
     written = example_series(2, range(3000))
     del written[1][names.LOSS][17]  # the reservoirs keep other steps from here on

@@ -362,7 +362,7 @@ def found_in_a_process(folder, *, loads: bool):
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.rotating(turns=2)
 def test_stock_models_and_names_are_the_same_with_and_without_the_package(tmp_path):
     (without, calls), (loaded, calls_loaded) = (found_in_a_process(tmp_path, loads=loads) for loads in (False, True))
     assert len(without) > 1000

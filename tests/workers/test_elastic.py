@@ -127,6 +127,7 @@ def test_the_command_line_takes_the_least_and_the_most(cores, tmp_path, capfd):
 # Fewer.
 
 
+@pytest.mark.slow
 def test_after_a_failure_as_many_start_again_as_there_are_places_for_then(cores, tmp_path):
     shown = cores(lambda text: 2 if "restart 1" in text else 3)
     result, text = elastic((2, 4), shown, tmp_path, ("fail",), max_restarts=1)
