@@ -24,7 +24,7 @@ def has_code_to_check(model: keras.Model, kind: str) -> bool:
 def has_row_wise_layers(model: keras.Model) -> bool:
     """Whether all that a model computes is by layers that are, and hold no code of the user's.
 
-    Keras' operations that are no layers (``x - keras.ops.mean(x, axis=0)``) count as not.
+    Operations between layers may be arithmetic, or along other axes than that of the batch.
     """
     return all(_is_row_wise_layer(layer, is_model=layer is model) for layer in flat_layers(model))
 
@@ -41,6 +41,8 @@ def _is_row_wise_layer(layer: keras.Layer, *, is_model: bool) -> bool:
 
 def _is_row_wise_operation(operation: keras.Operation) -> bool:
     """Whether one of ``keras.ops`` between layers is of each number by itself, or along other axes than the first."""
+    if is_users(type(operation)):
+        return False
     ranks = {len(tensor.shape) for tensor in tree.flatten(operation.input)}
     if type(operation).__name__ in _OF_EACH_NUMBER:
         return len(ranks) == 1  # else each example may meet each other one

@@ -8,24 +8,22 @@ from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.models import compile_arguments, overrides
 
-__all__ = ["compiled_parts", "compiles_user_code", "has_user_code", "has_user_layers", "is_users", "runs_user_code"]
+__all__ = ["compiled_parts", "has_user_code", "has_user_layers", "is_users", "runs_user_code"]
 
 
 def has_user_code(model: keras.Model, kind: str) -> bool:
     """Whether a step of a kind runs code that is neither Keras' nor ours, in layers, losses, metrics or methods."""
     if any(overrides(model, name) for name in ("_".join((kind, "step")), "compute_loss", "compute_metrics")):
         return True
-    return has_user_layers(model) or compiles_user_code(model)
+    return has_user_layers(model) or any(map(is_users, _compiled(model)))
 
 
 def has_user_layers(model: keras.Model) -> bool:
     """Whether a model runs code that is neither Keras' nor ours when it is called."""
-    return any(is_users(type(layer).call) or isinstance(layer, keras.layers.Lambda) for layer in flat_layers(model))
+    return any(is_users(type(layer).call) or isinstance(layer, _OF_CODE) for layer in flat_layers(model))
 
 
-def compiles_user_code(model: keras.Model) -> bool:
-    """Whether losses and metrics of ``compile`` run code that is neither Keras' nor ours."""
-    return any(map(is_users, _compiled(model)))
+_OF_CODE = (keras.layers.Lambda, keras.layers.TFSMLayer, keras.layers.JaxLayer)  # which run what they are given
 
 
 def _compiled(model: keras.Model) -> Iterator[object]:

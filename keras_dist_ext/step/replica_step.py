@@ -135,7 +135,7 @@ class ReplicaStep:
     def begin(self, batch: TensorNest) -> None:
         """Know the replica's rows, also to look at when something in the step is not finite."""
         self.all_rows.begin(batch)
-        if self._is_plain:
+        if self._is_plain and not tf.executing_eagerly():  # where ops are made that no hook sees
             self.plain_calls = PlainCalls(self.model, batch)
         if not self.weights.are_examined and not self._observer.examines:
             self._streams.begin(self.all_rows, self._noted_draws)

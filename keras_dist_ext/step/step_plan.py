@@ -96,19 +96,17 @@ class StepPlan:
             return self.calls[number]
         return GradientCall.of(sources)
 
-    def expect(self, extra: Sequence[tf.Tensor], num_local: int) -> None:
-        """See that a loop was made for what the logs of its step hold.
+    def expect(self, extra: Sequence[tf.Tensor]) -> None:
+        """See that a loop was made for what the logs of its step hold, which may be other things on other batches.
 
         Args:
-            extra: what they hold that no metric does, of one replica.
-            num_local: how many replicas this worker has.
+            extra: what they hold that no metric does, of each local replica.
 
         Raises:
             OtherLogs: it was not; it is known now.
         """
-        found = [tf.TensorSpec(value.shape, value.dtype) for value in extra for _ in range(num_local)]
-        if found != self.extra:
-            self.extra = found
+        if self.extra is not None and [value.dtype for value in extra] != [spec.dtype for spec in self.extra]:
+            self.extra = [tf.TensorSpec(value.shape, value.dtype) for value in extra]
             raise OtherLogs
 
     def sum_at_once(self) -> None:

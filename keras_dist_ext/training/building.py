@@ -86,7 +86,7 @@ def _built_as_plain(model: keras.Model, kind: str, spec: SpecNest) -> bool:
     except Exception:  # the model is not called with the inputs of the batch
         plan.is_plain = False
         return False
-    plan.extra = []
+    plan.extra = plan.extra or []
     return True
 
 

@@ -273,6 +273,9 @@ class DistributedStep:
         with self._logs.noted_results(), noted_calls(self.model) if self._plan.is_plain else contextlib.nullcontext():
             extra, noted, computed = self.strategy.run(self._replica, args=(batch, split, times and times[1]))
         local = self.strategy.experimental_local_results
+        of_logs = [part for value in extra for part in local(value)]
+        if self.loops:
+            self._plan.expect(of_logs)
         record = None
         if times is not None:
             replicas = [ReplicaRecord(*numbers) for numbers in zip(*map(local, noted), strict=True)]
@@ -281,7 +284,7 @@ class DistributedStep:
             else:
                 clocks = sampled_clocks(num_ops, self.gpus, replicas, [*map(local, computed)], is_timed)
                 record = StepRecord(replicas, (), *times, sampled=clocks)
-        return [part for value in extra for part in local(value)], record
+        return of_logs, record
 
     def _replica(
         self, batch: StepData, split: Split, there: tf.Tensor | None = None
@@ -350,12 +353,9 @@ class DistributedStep:
 
     def run_user_step(self, step: ReplicaStep, batch: StepData) -> tuple[TensorNest, list[tf.Tensor]]:
         """Run the user's step; return what its logs are, and its part of those that no metric holds."""
-        if step.plain_calls is None:
-            return self._finish(step, self._user_step(batch), batch)
-        logs, extra = self._finish(step, step.plain_calls.follow(self._user_step, batch, step.results), batch)
-        if self.loops:
-            self._plan.expect(extra, len(self.devices))
-        return logs, extra
+        calls = step.plain_calls
+        given = self._user_step(batch) if calls is None else calls.follow(self._user_step, batch, step.results)
+        return self._finish(step, given, batch)
 
     def _finish(self, step: ReplicaStep, logs: TensorNest, batch: StepData) -> tuple[TensorNest, list[tf.Tensor]]:
         """End a step that has given logs; see ``run_user_step``."""

@@ -153,7 +153,7 @@ def _plan(program: StepProgram) -> None:
         except Exception:  # code that only runs eagerly, and may have no such loss
             ignore_loss_exponents(step)
         prepare(step, UnknownExponents())
-    if not step.plan.is_made and not step.plan.is_plain and (step.is_of_user or program.is_eager):
+    if not step.plan.is_made and (program.is_eager or (step.is_of_user and not step.plan.is_plain)):
         make_plan(step)
 
 

@@ -53,7 +53,8 @@ puts it in front of another iterator than the one that this trace was given.
 - ``StalePlan``: gradients that went straight into an optimizer when the step was planned go elsewhere, too, as where it
   branches in Python.
 - ``NotPlain``: a step of the user's that was taken for plain is not.
-- ``OtherLogs``: it is, and has losses in its logs, which is seen when it has ended. They are known now.
+- ``OtherLogs``: a plain step has losses in its logs, or a step has others on other batches, which is seen when it has
+  ended. They are known now.
 """
 
 

@@ -20,7 +20,7 @@ from two_workers import on_two_workers
 import keras_dist_ext as kde
 from keras_dist_ext.errors import StepError
 from keras_dist_ext.step import plain_calls
-from keras_dist_ext.training import plain_steps, runners, step_planning
+from keras_dist_ext.training import building, plain_steps, runners, step_planning
 
 pytestmark = pytest.mark.checks_fit
 
@@ -716,3 +716,37 @@ def test_losses_are_called_as_ever_once_no_thread_traces_any_more() -> None:
     second.__exit__(None, None, None)
     assert keras.Loss.__call__ is call
     assert all("update_state" not in vars(metric) for metric in model.metrics)
+
+
+@pytest.mark.parametrize("is_followed", [True, pytest.param(False, marks=pytest.mark.rotating)])
+def test_logs_may_hold_other_numbers_on_other_batches(is_followed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_form(self: Any, data: Any) -> Any:
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"own": loss} if len(data) == 2 else {"own": loss, "again": loss}
+
+    def histories(base: Any) -> list[dict[str, Any]]:
+        model = make(base, by_form)
+        datasets = (tf.data.Dataset.from_tensor_slices(data).batch(8) for data in ((X, Y), (X, Y, WEIGHTS), (X, Y)))
+        return [model.fit(data, verbose=0).history for data in datasets]
+
+    if not is_followed:
+        monkeypatch.setattr(building, "may_be_plain", lambda *_: False)
+    with strategies.get("mirrored2").scope():
+        found = histories(kde.Model)
+    for one, expected in zip(found, histories(keras.Model), strict=True):
+        compare(one, expected)
+
+
+def test_where_functions_are_told_to_run_eagerly_it_is_planned_as_any_other(aside: list[str]) -> None:
+    with strategies.get("mirrored2").scope():
+        model = make(kde.Model, of_the_guide)
+    fit(model, of_the_guide)
+    tf.config.run_functions_eagerly(True)
+    try:
+        model.fit(X, Y, batch_size=8, verbose=0)
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert aside == ["plan"]
