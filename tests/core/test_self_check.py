@@ -846,6 +846,16 @@ def test_built_in_models_are_not_checked(mirrored, monkeypatch):
     model.fit(data(), shuffle=False, verbose=0)
 
 
+class Centred(keras.Operation):
+    axis = 1  # says nothing of a class that is not Keras'
+
+    def call(self, x: Any) -> Any:
+        return x - ops.mean(x, axis=0, keepdims=True)
+
+    def compute_output_spec(self, x: Any) -> Any:
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
 def of_parts(of_kind: str) -> Any:
     """A model of Keras' own step and parts, which join the examples of a batch."""
     h = inputs = layers.Input((5,))
@@ -856,6 +866,8 @@ def of_parts(of_kind: str) -> Any:
     elif of_kind == "outer sum":
         h = ops.sum(h, axis=-1, keepdims=True) + ops.sum(h, axis=-1)
         h = ops.mean(h, axis=-1, keepdims=True)
+    elif of_kind == "operation of the user's":
+        h = Centred()(h)
     elif of_kind == "layer":
         h = layers.Softmax(axis=0)(h)
     model = kde.Model(inputs, layers.Dense(3)(h), name="net")
@@ -864,7 +876,11 @@ def of_parts(of_kind: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "of_kind", rotating(["activation", "operation", "outer sum", "layer", "loss"], ("operation", "activation"))
+    "of_kind",
+    rotating(
+        ["activation", "operation", "operation of the user's", "outer sum", "layer", "loss"],
+        ("operation", "activation"),
+    ),
 )
 def test_parts_of_keras_that_join_examples_are_found(of_kind, mirrored):
     with mirrored.scope():
