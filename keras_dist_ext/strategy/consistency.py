@@ -79,7 +79,10 @@ def run_fingerprint(
         "layer": [_layer(layer) for layer in flat_layers(model)],
         "weight": [_weight(weight) for weight in model.weights],
         **adapted_fingerprint(model),
-        "loss": _loss_of(model),
+        "loss": _compiled(model, "loss"),
+        "metrics": _compiled(model, "metrics"),
+        "weighted_metrics": _compiled(model, "weighted_metrics"),
+        "metric": [_metric(metric) for metric in model.metrics],  # in the order in which their state is added up
         "jit_compile": str(model.jit_compile),
         "run_eagerly": str(model.run_eagerly),
         "steps_per_execution": "auto" if model.replica_runtime.chooses_num_steps else str(model.steps_per_execution),
@@ -104,7 +107,7 @@ def model_fingerprint(model: keras.Model) -> dict[str, str]:
     Not a learning rate that may have changed since: that of an optimizer which was used.
     """
     layers = [_layer(layer) for layer in flat_layers(model)]
-    fingerprint = {"loss": _loss_of(model), "layers": str(len(layers))}
+    fingerprint = {"loss": _compiled(model, "loss"), "layers": str(len(layers))}
     fingerprint.update({f"layer {number}": text for number, text in enumerate(layers, 1)})
     for name, optimizer in optimizers(model):
         changing = _RATES if optimizer.built and num_batches_used(optimizer) else ()
@@ -116,8 +119,13 @@ def model_fingerprint(model: keras.Model) -> dict[str, str]:
 _RATES = ("learning_rate", "inner_optimizer")  # the config of a LossScaleOptimizer holds that of another one
 
 
-def _loss_of(model: keras.Model) -> str:
-    return _name_of(compile_arguments(model).get("loss") if model.compiled else None)
+def _compiled(model: keras.Model, name: str) -> str:
+    return _name_of(compile_arguments(model).get(name) if model.compiled else None)
+
+
+def _metric(metric: keras.Metric) -> str:
+    """Name a metric without the number that Keras counts on from models that were made before."""
+    return f"{type(metric).__name__} {re.sub(r'_[0-9]+$', '', metric.name)}"
 
 
 _ARGUMENTS = (

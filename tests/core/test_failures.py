@@ -408,6 +408,23 @@ def test_layers_differ_by_the_numbers_in_them_before_there_are_weights() -> None
     assert re.fullmatch(r"layer 2 is Dense\(.*units=4, .*\) on worker 1, and Dense\(.*units=3, .*\) on worker 0", found)
 
 
+def test_metrics_in_another_order_are_named_as_their_state_would_be_mixed_up() -> None:
+    def fingerprint(*names: str, of_compile: Any = ("mse", "mae")) -> Any:
+        model = kde.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+        for name in names:
+            setattr(model, name, keras.metrics.Mean(name=name))
+        model.noise = keras.metrics.Mean()
+        model.compile("sgd", "mse", metrics=list(of_compile))
+        return run_fingerprint(model, {}, [])
+
+    first = fingerprint("one", "two")
+    assert differences([first, fingerprint("one", "two")]) == []
+    (found,) = differences([first, fingerprint("two", "one")])
+    assert re.fullmatch(r"metric \d+ is Mean two on worker 1, and Mean one on worker 0", found)
+    (found,) = differences([first, fingerprint("one", "two", of_compile=("mae", "mse"))])
+    assert found == "metrics is mae, mse on worker 1, and mse, mae on worker 0"
+
+
 @pytest.mark.parametrize(
     ("argument", "value", "other"),
     [

@@ -273,7 +273,7 @@ def make(base: Any, step: Step, *between: Any, **compiled: Any) -> Any:
     for layer in (functools.partial(layers.Dense, 4, activation="tanh"), *between, functools.partial(layers.Dense, 3)):
         outputs = layer()(outputs)
     model = Net(inputs, outputs, name="net")
-    for name in set(OWN).intersection(step.__code__.co_names):
+    for name in sorted(set(OWN).intersection(step.__code__.co_names)):  # on all workers alike
         setattr(model, name, OWN[name]())
     metrics = ["mae"] if step in (of_the_guide, with_metrics_of_compile, weighted) else None
     model.compile(**{"optimizer": keras.optimizers.Adam(0.02), "loss": "mse", "metrics": metrics, **compiled})
