@@ -2,7 +2,8 @@
 
 In stock Keras the first call of a step may make variables: TensorFlow then traces it twice, and lifts their initial
 values out of the first trace. Here several replicas are traced, in loops, more than once, so each variable is made at
-once, in a separate thread, where nothing is traced; graphs see a variable that existed before.
+once, in a separate thread, where nothing is traced; graphs see a variable that existed before. So are those that Keras
+makes on one device, whose step is then traced once.
 """
 
 from __future__ import annotations
@@ -37,17 +38,25 @@ def _(original: Original, step: Step, /, variable: keras.Variable, value: Initia
     def make(value: InitialValue) -> None:
         original(variable, value)
 
-    if tf.executing_eagerly() and (tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy()):
+    def make_here() -> None:
         before, thread.step = thread.step, None
         try:
             make(value)
         finally:
             thread.step = before
-    else:
+
+    if tf.executing_eagerly() and tf.distribute.in_cross_replica_context():
+        make_here()
+    elif tf.distribute.has_strategy():
         note = getattr(step, "note_variable", None)
         if note is not None:
             note(variable.name)
         _make_outside(variable.path, value, make)
+    else:
+        try:
+            _make_outside(variable.path, value, make)
+        except ScopeError:  # as in Keras: TensorFlow makes it when the step first runs
+            make_here()
 
 
 def make_variables_outside() -> contextlib.AbstractContextManager[None]:

@@ -22,12 +22,7 @@ from keras_dist_ext.data import split as data
 from keras_dist_ext.step.global_generator import global_generator_of
 from keras_dist_ext.step.graphs import once_read
 from keras_dist_ext.step.hook_checks import check_hooks, check_step
-from keras_dist_ext.step.logs import (
-    VALUE,
-    ComputesWithResults,
-    computes_with,
-    leaf_metrics,
-)
+from keras_dist_ext.step.logs import VALUE, ComputesWithResults, computes_with, leaf_metrics
 from keras_dist_ext.step.lone_replica import LoneReplica, is_first_of_worker
 from keras_dist_ext.step.means import BatchExponents
 from keras_dist_ext.step.observer import StepObserver
@@ -373,22 +368,26 @@ class DistributedStep:
         step.end(returned)
         return tree.map_structure(lambda leaf: step.results.get(id(leaf), VALUE), logs), extra
 
-    def initial_extra(self, next_batch: Callable[[], StepData], *, of_worker: bool = False) -> list[tf.Tensor]:
-        """Zeros shaped like the leaves of the logs that a loop must carry, found in a scratch graph."""
+    def expect_logs(self, next_batch: Callable[[], StepData], *, of_worker: bool = False) -> None:
+        """Know what the logs hold that no metric does; on one device a loop is traced again where it is more."""
         if self._logs.are_plain or tf.executing_eagerly():
-            return []
-        known = leaf_metrics(self.model)
-        if self._plan.extra is not None:
-            return [zeros_like(spec) for spec in self._plan.extra]
-        try:
-            with scratch_graph("logs_of_a_step"):
-                extra, _ = self.run(next_batch(), of_worker=of_worker)
-        except ComputesWithResults:
-            self.pool_results()
-            return self.initial_extra(next_batch, of_worker=of_worker)
-        if len(leaf_metrics(self.model)) > len(known):  # the step has made them, and their results were not known
-            return self.initial_extra(next_batch, of_worker=of_worker)
-        return [zeros_like(value) for value in extra]
+            return
+        if self._plan.extra is None and not self.is_split:
+            self._plan.extra = []
+        while self._plan.extra is None:
+            known = leaf_metrics(self.model)
+            try:
+                with scratch_graph("logs_of_a_step"):
+                    extra, _ = self.run(next_batch(), of_worker=of_worker)
+            except ComputesWithResults:
+                self.pool_results()
+                continue
+            if len(leaf_metrics(self.model)) == len(known):  # else it has made some: their results were not known
+                self._plan.extra = [tf.TensorSpec(value.shape, value.dtype) for value in extra]
+
+    def expected_logs(self) -> list[tf.Tensor]:
+        """Zeros for a loop to carry, shaped like what the logs hold that no metric does."""
+        return [zeros_like(spec) for spec in self._plan.extra or ()]
 
     def logs(self, extra: Sequence[tf.Tensor]) -> TensorNest:
         """Compute the logs from the state pooled over replicas."""

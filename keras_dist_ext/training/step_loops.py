@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -12,6 +12,7 @@ from keras_dist_ext.aliases import StepData, TensorNest
 from keras_dist_ext.step.graphs import assigning
 from keras_dist_ext.step.step_buffer import StepRecord
 from keras_dist_ext.step.step_clocks import now
+from keras_dist_ext.step.step_plan import OtherLogs
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.batch_clock import after
 from keras_dist_ext.training.batch_devices import BatchDevices
@@ -78,7 +79,7 @@ class StepLoops:
     ) -> tuple[list[tf.Tensor], StepRecord | None]:
         """Run the one step of an execution; return what ``DistributedStep.run`` does."""
         self._step.loops = False
-        self._step.initial_extra(pull, of_worker=of_worker)
+        self._step.expect_logs(pull, of_worker=of_worker)
         return self._step.run(*self._timed(pull, is_ahead=is_ahead), of_worker=of_worker)
 
     def on_iterator(self, iterator: tf.data.Iterator, num_steps: tf.Tensor) -> TensorNest:
@@ -97,13 +98,12 @@ class StepLoops:
             self._devices.end_trace()
             return (i + 1, *following, *extra)
 
-        extra = self._step.initial_extra(iterator.get_next)
-        _, *others = unrecorded_loop(
+        self._step.expect_logs(iterator.get_next)
+        _, *others = self._loop(
             lambda i, *_: i < num_steps,
             body,
-            (tf.constant(0), *ahead.first(iterator.get_next), *extra),
-            parallel_iterations=1,
-            shape_invariants=(tf.TensorShape([]), *ahead.shapes, *(tf.TensorShape(None) for _ in extra)),
+            (tf.constant(0), *ahead.first(iterator.get_next)),
+            (tf.TensorShape([]), *ahead.shapes),
         )
         return self._step.logs(others[num_carried:])
 
@@ -133,25 +133,41 @@ class StepLoops:
             devices.end_trace()
             return (i + 1, following, *sent, *extra)
 
-        extra = self._step.initial_extra(lambda: optional.get_value())
+        self._step.expect_logs(lambda: optional.get_value())
         first = devices.beside_data(optional)
-        i, optional, *others = unrecorded_loop(
+        i, optional, *others = self._loop(
             lambda i, optional, *_: has_more(i, optional),
             body,
-            (tf.constant(0), first, *ahead.first(first.get_value), *extra),
-            parallel_iterations=1,
-            shape_invariants=(
-                tf.TensorShape([]),
-                tf.OptionalSpec.from_value(optional),
-                *ahead.shapes,
-                *(tf.TensorShape(None) for _ in extra),
-            ),
+            (tf.constant(0), first, *ahead.first(first.get_value)),
+            (tf.TensorShape([]), tf.OptionalSpec.from_value(optional), *ahead.shapes),
         )
         optional = devices.beside_data(optional)
         made, logs = self._report_steps(i), self._step.logs(others[num_carried:])
         found = made, optional, optional.has_value(), self._when(i), logs
         devices.end_trace()
         return found
+
+    def _loop(
+        self,
+        has_more: Callable[..., tf.Tensor],
+        body: Callable[..., tuple[tf.Tensor, ...]],
+        first: Sequence[TensorNest],
+        shapes: Sequence[tf.TensorShape | tf.TypeSpec],
+    ) -> Sequence[TensorNest]:
+        """Trace a loop, which carries what its step's logs hold beside `first`; again, if they hold other numbers."""
+        while True:
+            extra = self._step.expected_logs()
+            try:
+                found: Sequence[TensorNest] = unrecorded_loop(
+                    has_more,
+                    body,
+                    (*first, *extra),
+                    parallel_iterations=1,
+                    shape_invariants=(*shapes, *(tf.TensorShape(None) for _ in extra)),
+                )
+            except OtherLogs:  # they are expected now
+                continue
+            return found
 
     def _report_steps(self, num_made: tf.Tensor) -> tf.Tensor:
         """Have it known how many steps this worker's data has had, while others may wait for it in one more."""

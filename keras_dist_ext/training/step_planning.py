@@ -12,7 +12,7 @@ from keras_dist_ext.step.drawn_shapes import UnknownDraws
 from keras_dist_ext.step.logs import ComputesWithResults, leaf_metrics
 from keras_dist_ext.step.means import UnknownExponents
 from keras_dist_ext.step.plain_calls import NotPlain
-from keras_dist_ext.step.step_plan import OtherLogs, StalePlan, Unplanned
+from keras_dist_ext.step.step_plan import StalePlan, Unplanned
 from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.strategy.workers import workers_of
 from keras_dist_ext.training.distributed_step import DistributedStep
@@ -32,7 +32,6 @@ MISSING = (
     Unplanned,
     StalePlan,
     NotPlain,
-    OtherLogs,
 )
 """What is raised where a step that is traced lacks something that ``prepare`` makes good.
 
@@ -53,8 +52,6 @@ puts it in front of another iterator than the one that this trace was given.
 - ``StalePlan``: gradients that went straight into an optimizer when the step was planned go elsewhere, too, as where it
   branches in Python.
 - ``NotPlain``: a step of the user's that was taken for plain is not.
-- ``OtherLogs``: a plain step has losses in its logs, or a step has others on other batches, which is seen when it has
-  ended. They are known now.
 """
 
 

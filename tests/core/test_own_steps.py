@@ -362,3 +362,71 @@ def test_a_step_writes_summaries_and_calls_functions_whose_argument_is_named_ste
     ]
     assert len(set(steps)) > 2
     assert {tag for _, tag in steps} == {"loss", "batch"}
+
+
+class OfOwn:
+    """A model of two layers that are built when its own step first calls them."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [keras.layers.Dense(3, "tanh", kernel_initializer="ones"), keras.layers.Dense(1)]
+        self.parts[1].kernel_initializer = keras.initializers.Constant(0.5)
+        self.num_traces = 0
+
+    def call(self, x):
+        return self.parts[1](self.parts[0](x))
+
+    def train_step(self, data):
+        self.num_traces += 1
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.metrics[0].update_state(loss)
+        return self.logs(loss)
+
+    def logs(self, loss):
+        return {"loss": self.metrics[0].result()}
+
+
+def logs_losses(model, loss):
+    return {"loss": loss, "twice": 2 * loss}
+
+
+def makes_a_variable(model, loss):
+    if not hasattr(model, "total"):
+        model.total = tf.Variable(1.0, trainable=False)
+    model.total.assign_add(loss)
+    return {"loss": model.metrics[0].result(), "total": model.total.read_value()}
+
+
+def computes_with_results(model, loss):
+    return {"loss": 2 * model.metrics[0].result()}
+
+
+@pytest.mark.parametrize(
+    ("logs", "is_built", "num_traces"),
+    [
+        (OfOwn.logs, False, 1),
+        pytest.param(OfOwn.logs, True, 1, marks=pytest.mark.slow),
+        (logs_losses, False, 2),
+        pytest.param(computes_with_results, False, 3, marks=pytest.mark.slow),
+        pytest.param(makes_a_variable, False, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_on_one_device_a_step_is_traced_again_only_where_its_logs_hold_more_than_results(logs, is_built, num_traces):
+    def fit(base):
+        model = type("Net", (OfOwn, base), {"logs": logs})()
+        if is_built:
+            model.build((None, X.shape[1]))
+        model.compile(keras.optimizers.Adam(0.05), "mse")
+        history = [model.fit(X[:14], Y[:14], batch_size=4, shuffle=False, verbose=0).history for _ in range(2)]
+        return history, model
+
+    expected, stock = fit(keras.Model)
+    found, model = fit(kde.Model)
+    assert model.num_traces == num_traces
+    for one, other in zip(found, expected, strict=True):
+        own_steps.compare(other, one)
+    for one, other in zip(model.get_weights(), stock.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
