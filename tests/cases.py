@@ -13,7 +13,7 @@ import pytest
 
 __all__ = ["TURNS", "head", "is_its_turn", "rotating"]
 
-TURNS = 24
+TURNS = 32
 """A case that rotates runs at one of so many commits."""
 
 
