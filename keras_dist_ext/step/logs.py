@@ -35,11 +35,19 @@ VALUE = object()  # in the plan of a step's logs, among `Result`s: a leaf that n
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Result:
-    """A tensor that is the result of a metric, or one of several in its result."""
+    """A tensor that is the result of a metric, or one of several in its result.
+
+    Attributes:
+        metric: whose it is.
+        place: among the leaves of the result.
+        tensor: the leaf.
+        num_assigned: how many assignments the step had made when it asked for it.
+    """
 
     metric: keras.metrics.Metric
     place: int
     tensor: tf.Tensor
+    num_assigned: int
 
     def now(self) -> tf.Tensor:
         """Compute it from what the metric's state is read as now."""
@@ -47,13 +55,22 @@ class Result:
 
 
 class ComputesWithResults(Exception):
-    """The logs of a step hold something computed from the results of metrics, not only these results."""
+    """The logs of a step hold something computed from the results of metrics, not only what these are at its end."""
 
 
-def computes_with(results: Mapping[int, Result], logs: TensorNest) -> bool:
-    """Whether a leaf of the logs depends on a metric's result without being one."""
+def computes_with(results: Mapping[int, Result], assigned: Sequence[int], logs: TensorNest) -> bool:
+    """Whether a leaf of the logs depends on a metric's result without being one, or is one of before an update.
+
+    Args:
+        results: by the id of a tensor.
+        assigned: ids of the variables that the step has assigned, in this order.
+        logs: of the step.
+    """
     if not results:
         return False
+    for result in filter(None, (results.get(id(leaf)) for leaf in tree.flatten(logs))):
+        if not {id(variable) for variable in result.metric.variables}.isdisjoint(assigned[result.num_assigned :]):
+            return True
     pending = [leaf for leaf in tree.flatten(logs) if isinstance(leaf, tf.Tensor) and id(leaf) not in results]
     seen: set[int] = set()
     while pending:

@@ -58,6 +58,7 @@ class ReplicaStep:
 
     Attributes:
         results: of metrics that the step has computed, by the tensor's id.
+        assigned: ids of variables that it has assigned, in this order.
         weights: of the replica's rows.
         all_rows: the rows of the global batch, for code that asks for them.
         called_hooks: the hooks that Keras and TensorFlow have called in it.
@@ -88,6 +89,7 @@ class ReplicaStep:
         self.kind = options.kind
         self.note = options.note
         self.results: dict[int, Result] = {}
+        self.assigned: list[int] = []
         self._reducer = reducer = reducer_of(model) if reducer is None else reducer
         of_rows = None if options.plan is None else options.plan.exponents
         self.weights = RowWeights(model, rows, global_rows, reducer, options.exponents, of_rows)
@@ -269,6 +271,7 @@ class ReplicaStep:
 
     def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[tf.Tensor], None]) -> None:
         """Note state that a layer assigns, so that the replicas agree on it after the step."""
+        self.assigned.append(id(variable))
         if self._guard is not None:
             self._guard.of_step.note(variable)
         if self._metrics.assign(variable, value):
@@ -354,12 +357,12 @@ class ReplicaStep:
 
     def note_result(self, metric: keras.metrics.Metric, value: TensorNest) -> TensorNest:
         """Remember that ``value`` is the result of ``metric``, to compute it from the pooled state instead."""
-        if self._pools_results and self.num_replicas > 1:
-            return self._reducer.pooled_result(metric)
+        if self._pools_results:
+            return self._reducer.pooled_result(metric) if self.num_replicas > 1 else value
         self._observer.on_result()
         for place, leaf in enumerate(tree.flatten(value)):  # a result may be a dict of several
             if tf.is_tensor(leaf):
-                self.results[id(leaf)] = Result(metric, place, leaf)
+                self.results[id(leaf)] = Result(metric, place, leaf, len(self.assigned))
         return value
 
     @property

@@ -362,7 +362,7 @@ class DistributedStep:
         returned = tree.flatten(logs)
         if self._logs.are_plain:
             logs = {}
-        if not self._pools_results and computes_with(step.results, logs):
+        if not self._pools_results and computes_with(step.results, step.assigned, logs):
             raise ComputesWithResults
         extra = step.finish(logs)
         step.end(returned)

@@ -22,6 +22,7 @@ ADOPTED = ("no call", "a gan of parts made in the step")
 QUICK = (
     "a gan of parts made in the step",
     "a step that is a function with a branch",
+    "results of before an update",
 )
 
 

@@ -136,6 +136,47 @@ def evaluated_before_it_is_trained(base: Base) -> Any:
 
 
 @program
+def results_of_before_an_update(base: Base) -> Any:
+    class Net(base.Model):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.loss_tracker, self.of_batch = keras.metrics.Mean(name="loss"), keras.metrics.MeanAbsoluteError()
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+        def train_step(self, batch: Any) -> Any:
+            x, y = batch[:2]
+            with tf.GradientTape() as tape:
+                y_pred = self(x)
+                loss = self.compute_loss(x, y, y_pred)
+            descend(tape, loss, self.trainable_variables, self.optimizer)
+            return self.logs(y, y_pred, loss)
+
+        def test_step(self, batch: Any) -> Any:
+            x, y = batch[:2]
+            y_pred = self(x)
+            return self.logs(y, y_pred, self.compute_loss(x, y, y_pred))
+
+        def logs(self, y: Any, y_pred: Any, loss: Any) -> Any:
+            before = self.loss_tracker.result()
+            self.loss_tracker.update_state(loss)
+            self.of_batch.update_state(y, y_pred)
+            of_batch = self.of_batch.result()
+            self.of_batch.reset_state()
+            return {"loss": self.loss_tracker.result(), "before": before, "of_batch": of_batch}
+
+    with base.scope():
+        model = Net()
+        model.compile(keras.optimizers.Adam(0.1), loss="mse")
+    history = model.fit(base.batches(X, Y), validation_data=base.batches(X[:13], Y[:13]), epochs=2, verbose=0)
+    return outcome(
+        model, history, [model.optimizer], again=model.train_on_batch(X[:7], Y[:7], return_dict=True)["before"]
+    )
+
+
+@program
 def batches_by_themselves(base: Base) -> Any:
     class Net(base.Model):  # type: ignore[misc, name-defined]
         def train_step(self, batch: Any) -> Any:
