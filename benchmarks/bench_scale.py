@@ -5,6 +5,8 @@
 
 * replicas: `fit` of the tiny model with 32 examples a replica on 1, 2, 4, 8 and 16 logical CPU devices, bare and with
   `ReplicaMonitor`, in turn: microseconds a step divided by the replicas, which share the cores.
+  A sample is a whole call of `fit`, of one and the same model; `bench_monitor.py` measures what recording adds to steps
+  in the middle of a long one, in new copies of the model.
 * steps: one `fit` with `ReplicaMonitor` on two replicas, of one epoch of 10^3 to 10^6 steps, each in a process of its
   own: microseconds a step, and the memory that it added.
 * workers: seconds from `kde.launch` of 1, 2, 4 and 8 workers until all of them have made a first step, and, divided by

@@ -5,9 +5,10 @@
 
 Each sample is a process of its own, in which TensorFlow and Keras are loaded and the model is built and compiled before
 the clock starts; contestants run in turn, and ratios are taken round by round. `own` rows train by a `train_step` as
-Keras' guide writes it, which ours traces once more, in a scratch graph, before the first step. Then the same model is
-fitted again, on data of the same shapes: "traced again" says how often its Python code ran there. Memory is the peak of
-the process after four steps.
+Keras' guide writes it: on several replicas ours follows it while it is traced to train, and since it only hands on what
+Keras computes, neither traces it aside nor checks it. A step that computes something itself, which is traced in a
+scratch graph and checked first, has no row here. Then the same model is fitted again, on data of the same shapes:
+"traced again" says how often its Python code ran there. Memory is the peak of the process after four steps.
 
 Replicas are logical CPU devices.
 """
