@@ -96,7 +96,7 @@ class Report:
         lines = [
             f"# The suite for GPUs, {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",
             "",
-            f"- devices: {self._devices}; virtual devices a process: {gpus.NUM_GPUS} where there is one card",
+            f"- devices: {self._devices}",
             f"- TensorFlow {tf.__version__}, Keras {keras.__version__}, Python {platform.python_version()}, "
             f"{os.cpu_count()} CPU cores",
             f"- `python -m pytest -m gpu tests/gpu`: {time.time() - _STARTED:.0f} s, {num_run} of "

@@ -52,18 +52,17 @@ def xla_of(row: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if row.quick else patched(xla_rule, "_pays", lambda *_: False)
 
 
-def rows(names: Sequence[str], folder: str) -> None:
-    """Run rows of the conformance table in a worker that has one GPU of the card for itself."""
+def rows(names: Sequence[str], folder: str, implementation: str) -> None:
+    """Run rows of the conformance table in a worker that has one GPU for itself."""
     import gpus
 
-    gpus.cut(1)
+    task = gpus.cut_for_worker()
     from conformance.rows import ROWS
     from conformance.run import run
 
     import keras_dist_ext as kde
 
-    strategy = kde.pick_strategy("multi_worker", implementation="ring").strategy
-    task = strategy.cluster_resolver.task_id
+    strategy = kde.pick_strategy("multi_worker", implementation=implementation).strategy
     for index, row in enumerate(row for row in ROWS if row.name in names):
         try:
             with xla_of(row):
@@ -75,22 +74,22 @@ def rows(names: Sequence[str], folder: str) -> None:
         os.replace(path.with_suffix(".part"), path.with_suffix(".pkl"))
 
 
-def digests_of_workers(folder: str) -> None:
+def digests_of_workers(folder: str, implementation: str) -> None:
     """Train an embedding in a worker, and leave a digest of its weights."""
     import gpus
 
-    gpus.cut(1)
+    task = gpus.cut_for_worker()
     import keras
 
     import keras_dist_ext as kde
 
-    strategy = kde.pick_strategy("multi_worker", implementation="ring").strategy
+    strategy = kde.pick_strategy("multi_worker", implementation=implementation).strategy
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = embedding(kde, keras.optimizers.Adam(0.01))
     model.fit(WORDS, Y, batch_size=16, epochs=5, verbose=0)
     digest = hashlib.sha256(b"".join(np.asarray(w).tobytes() for w in model.get_weights())).hexdigest()
-    Path(folder, f"{strategy.cluster_resolver.task_id}").write_text(digest)
+    Path(folder, f"{implementation}{task}").write_text(digest)
 
 
 def virtual(num_gpus: int, folder: str) -> None:

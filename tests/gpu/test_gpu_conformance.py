@@ -67,12 +67,14 @@ def test_replicas_give_what_one_gpu_gives(row: Row, kind: str) -> None:
 
 @cache
 def launched(folder: Path, launch: int) -> dict[tuple[str, int], Any]:
-    """Run a share of the rows in one launch of two workers that share the card, summed by TensorFlow's ring."""
+    """Run a share of the rows in one launch of two workers; where each has a card, the second share is for NCCL."""
     rows = WORKER_ROWS[launch::NUM_LAUNCHES]
+    implementations = gpus.plan().implementations(num_workers=2)
+    given = ([row.name for row in rows], str(folder), implementations[launch % len(implementations)])
     folder.mkdir()
     found: dict[tuple[str, int], Any] = {}
     try:
-        kde.launch(2, gpu_runs.rows, args=([row.name for row in rows], str(folder)), time_limit=200, quiet=True)
+        kde.launch(2, gpu_runs.rows, args=given, time_limit=200, quiet=True)
     except kde.LaunchError as error:
         found = {(row.name, task): f"the workers did not get here:\n{error}" for row in rows for task in (0, 1)}
     for path in folder.glob("*.pkl"):

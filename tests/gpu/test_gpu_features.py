@@ -70,8 +70,10 @@ def test_copies_stay_equal_to_the_bit_where_gradients_are_sparse(optimizer: Any,
 @pytest.mark.multiworker
 @pytest.mark.timeout(200, method="thread")
 def test_workers_stay_equal_to_the_bit_where_gradients_are_sparse(tmp_path: Path) -> None:
-    kde.launch(2, gpu_runs.digests_of_workers, args=(str(tmp_path),), time_limit=180, quiet=True)
-    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+    for implementation in gpus.plan().implementations(num_workers=2):
+        given = (str(tmp_path), implementation)
+        kde.launch(2, gpu_runs.digests_of_workers, args=given, time_limit=90, quiet=True)
+        assert (tmp_path / f"{implementation}0").read_text() == (tmp_path / f"{implementation}1").read_text()
 
 
 def test_copies_stay_equal_to_the_bit_with_metrics_clipping_and_mixed_precision(replicas: Strategy) -> None:
@@ -85,6 +87,12 @@ def test_copies_stay_equal_to_the_bit_with_metrics_clipping_and_mixed_precision(
 
     model = trained(replicas, build=build, epochs=10)
     assert copies_differ(model) == []
+
+
+def test_replicas_with_a_card_each_are_summed_by_nccl(replicas: Strategy) -> None:
+    options = replicas.extended._communication_options  # private: it is told nowhere else
+    is_by_nccl = gpus.KIND == "GPU" and gpus.plan().sums_by_nccl(replicas.num_replicas_in_sync)
+    assert options.implementation.name == ("NCCL" if is_by_nccl else "RING")
 
 
 # Replicas without rows
