@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import subprocess
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-__all__ = ["TURNS", "head", "is_its_turn", "rotating"]
+__all__ = ["TURNS", "handful", "head", "is_its_turn", "rotating"]
 
 TURNS = 32
 """A case that rotates runs at one of so many commits."""
@@ -50,8 +50,28 @@ def is_its_turn(name: str, turn: int = 0, turns: int = TURNS, *, commit: str) ->
         turns: how many they are.
         commit: the hash of the commit.
     """
-    digest = hashlib.sha256(f"{commit} {name}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") % turns == turn
+    return _number(name, commit) % turns == turn
+
+
+def _number(name: str, commit: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{commit} {name}".encode()).digest()[:8], "big")
+
+
+def handful(tests: Mapping[str, tuple[int, Collection[str]]], size: int, *, commit: str) -> list[str]:
+    """Choose the cases of a commit from a suite that would take too long: one of each of a few tests.
+
+    Args:
+        tests: how much each counts, and its cases.
+        size: what they may count together.
+        commit: the hash of the commit.
+    """
+    chosen = []
+    for name in sorted(tests, key=lambda name: _number(name, commit)):
+        counts, cases = tests[name]
+        if counts <= size:
+            size -= counts
+            chosen.append(min(cases, key=lambda case: _number(case, commit)))
+    return chosen
 
 
 @functools.cache

@@ -27,6 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--share", metavar="N", type=int, help="of the conformance table, one row in N, those of this commit"
     )
+    group.addoption(
+        "--handful", metavar="N", type=int, help="of tests/gpu, a case each of N tests, or of fewer that take long"
+    )
     group.addoption("--strategy", metavar="KIND", help="of the conformance table, what runs under this strategy")
 
 

@@ -15,6 +15,7 @@ import gpus
 import keras
 import pytest
 import tensorflow as tf
+from cases import handful, head
 from strategies import selects_gpus
 
 _STARTED = time.time()
@@ -28,14 +29,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     # What takes long begins first, then the features; rows are many, and share processes evenly.
     items.sort(key=lambda item: (item.get_closest_marker("multiworker") is None, "conformance" in item.path.stem))
+    if config.option.handful:
+        chosen = _handful(config, ours)
+        config.hook.pytest_deselected(items=[item for item in ours if item not in chosen])
+        items[:] = [item for item in items if item in chosen or item not in ours]
+        ours = chosen
     is_selected = selects_gpus(config.option.markexpr)
     num_devices = gpus.cut() if is_selected else 0
+    seconds = 90 if gpus.KIND == "GPU" else 300
     for item in ours:
         item.add_marker(pytest.mark.gpu)
-        if item.get_closest_marker("timeout") is None:  # what waits for a GPU takes no signal: end the process
-            item.add_marker(pytest.mark.timeout(90, method="thread"))
+        if not _takes_long(item):  # what waits for a GPU takes no signal: end the process
+            item.add_marker(pytest.mark.timeout(seconds, method="thread"))
         if is_selected and not num_devices:
             item.add_marker(pytest.mark.skip(reason="TensorFlow sees no GPU"))
+
+
+def _takes_long(item: pytest.Item) -> bool:
+    """Say whether a test has a limit of its own."""
+    return item.get_closest_marker("timeout") is not None
+
+
+def _handful(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Choose what runs at this commit where not all is to: one that takes long counts as three."""
+    tests: dict[str, tuple[int, list[str]]] = {}
+    for item in items:
+        counts = 3 if _takes_long(item) else 1
+        tests.setdefault(item.nodeid.partition("[")[0], (counts, []))[1].append(item.nodeid)
+    chosen = handful(tests, config.option.handful, commit=config.option.commit or head(config.rootpath))
+    return [item for item in items if item.nodeid in chosen]
 
 
 @pytest.fixture(params=[2, 4], ids=["2 GPUs", "4 GPUs"])

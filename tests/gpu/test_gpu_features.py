@@ -24,6 +24,7 @@ from keras_dist_ext.examples import gan, linear_no_keras, sequences
 from keras_dist_ext.training import distributed_step
 
 Strategy = tf.distribute.Strategy
+TAKES_LONG = pytest.mark.timeout(90 if gpus.KIND == "GPU" else 300, method="thread")
 
 
 def dense(library: Any = kde, **compiled: Any) -> Any:
@@ -138,6 +139,7 @@ def few_rows(num: int = 5) -> tuple[Any, Any]:
     return [images.astype("float32"), sequences.astype("float32")], random.normal(size=(num, 2)).astype("float32")
 
 
+@TAKES_LONG
 def test_layers_of_every_kind_train_where_a_gpu_has_no_rows(two: Strategy) -> None:
     x, y = few_rows()
     models = []
@@ -432,6 +434,7 @@ def diagnosed(strategy: Strategy, data: tf.data.Dataset, build: Any = cnn, epoch
     return [code for code in codes if code != "idle-accelerators"]  # where there are more GPUs than replicas
 
 
+@TAKES_LONG
 def test_the_doctor_finds_nothing_in_a_healthy_run(two: Strategy) -> None:
     x, y = images()
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(128).cache().repeat(8).prefetch(2)
@@ -462,6 +465,7 @@ def test_the_doctor_finds_eager_steps(two: Strategy) -> None:
     assert diagnosed(two, data, build, epochs=2)[0] == "eager"
 
 
+@TAKES_LONG
 def test_the_times_of_a_step_add_up_and_computing_is_what_cuda_needs(two: Strategy) -> None:
     x, y = images()
     memory = kde.MemoryWriter()
@@ -507,6 +511,7 @@ def test_losses_of_replicas_are_those_that_keras_logs(replicas: Strategy) -> Non
     np.testing.assert_allclose(mean, history.history["loss"][0], rtol=1e-5)
 
 
+@TAKES_LONG
 def test_a_plan_predicts_from_one_gpu_what_more_would_give(two: Strategy) -> None:
     x, y = images()
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(128, drop_remainder=True).cache().prefetch(2)

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 import xdist
-from cases import TURNS, head, is_its_turn, rotating
+from cases import TURNS, handful, head, is_its_turn, rotating
 
 COMMITS = [f"{number:040x}" for number in range(200)]
 
@@ -44,6 +44,19 @@ def test_a_quick_case_that_is_none_of_the_cases_is_an_error():
         rotating(["a", "b"], ["a", "d"])
     with pytest.raises(ValueError, match=r"no such cases: \['d'\]"):
         rotating(["a", "b"], ["a"], slow=["d"])
+
+
+def test_a_handful_is_a_case_each_of_as_many_tests_as_fit_and_over_time_all_come():
+    tests = {f"test {n}": (3 if n < 4 else 1, [f"test {n}[{case}]" for case in range(3)]) for n in range(20)}
+    seen = set()
+    for commit in COMMITS:
+        cases = handful(tests, 4, commit=commit)
+        names = [case.partition("[")[0] for case in cases]
+        assert len(set(names)) == len(names)
+        assert sum(tests[name][0] for name in names) == 4
+        assert handful(tests, 4, commit=commit) == cases
+        seen |= set(cases)
+    assert seen == {case for _, cases in tests.values() for case in cases}
 
 
 def test_the_commit_is_the_one_that_is_checked_out(tmp_path):
