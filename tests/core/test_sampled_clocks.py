@@ -222,8 +222,9 @@ def test_a_slow_replica_computes_longer_in_all_steps(take_for_gpus: None) -> Non
     records = recording.of()
     later = slice(6, None)
     assert (records.compute_seconds[later, 1] > 0.02).all()
-    assert np.median(records.compute_seconds[later, 0]) < 0.01
-    assert np.median(records.sync_seconds[later, 0]) > 0.02
+    quick, slow = np.median(records.compute_seconds[later], axis=0)
+    assert quick < 0.5 * slow
+    assert np.median(records.sync_seconds[later, 0]) > 0.5 * (slow - quick)  # it waits for the other
 
 
 # What steps have whose clocks were not read

@@ -21,6 +21,7 @@ import tensorflow as tf
 from cases import rotating
 from doctor_runs import WIDTH, L, X, Y, mlp, pipeline, train
 from healthy_runs import alarms, judge_on_exact_times, share
+from made_up_clock import MadeUpClock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
@@ -447,16 +448,17 @@ def test_other_callbacks_are_as_they_were_after_a_run_and_after_one_that_broke(m
 
 @pytest.mark.slow
 def test_short_steps_are_recorded_for_a_while_only(mirrored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keras_dist_ext.diagnosis.doctor.step_blocks._ENOUGH_SECONDS", 0.05)
+    monkeypatch.setattr("keras_dist_ext.diagnosis.doctor.step_blocks._ENOUGH_SECONDS", 0.25)
+    MadeUpClock(monkeypatch, tick=1e-3 / 6)  # steps of about a millisecond, which read it six times
     seen: list[int] = []
 
     class Recorders(keras.callbacks.Callback):  # type: ignore[misc]
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             seen.append(len(self.model.replica_runtime.recorders))
 
-    report = train(mirrored, doctor_runs.tiny, pipeline(), Recorders(), num_steps=1000)
+    report = train(mirrored, doctor_runs.tiny, pipeline(), Recorders(), num_steps=500, steps_per_execution=10)
     assert seen == [0, 0]
-    assert 200 <= report.examination.times.num_steps < 1500  # type: ignore[union-attr]
+    assert 200 <= report.examination.times.num_steps < 400  # type: ignore[union-attr]
 
 
 # Where it tells

@@ -19,12 +19,19 @@ class MadeUpClock:
     Args:
         monkeypatch: of the test.
         modules: of the package, on the host, that ask ``time.perf_counter`` for durations.
+        tick: seconds that pass whenever a step has read it.
     """
 
     _HANG_SECONDS = 60.0  # nothing takes so long: a step would have stood still for good
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, modules: Sequence[str] = ("training.batch_reader",)) -> None:
-        self._seconds, self._num_reads = 1000.0, 0
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        modules: Sequence[str] = ("training.batch_reader",),
+        *,
+        tick: float = 0.0,
+    ) -> None:
+        self._seconds, self._num_reads, self._tick = 1000.0, 0, tick
         self._changed = threading.Condition()
         monkeypatch.setattr(tf, "timestamp", self._timestamp)
         for name in modules:
@@ -56,4 +63,5 @@ class MadeUpClock:
         with self._changed:
             self._num_reads += 1
             self._changed.notify_all()
-            return np.float64(self._seconds)
+            read, self._seconds = self._seconds, self._seconds + self._tick
+            return np.float64(read)
