@@ -41,8 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.gpu)
         if not _takes_long(item):  # what waits for a GPU takes no signal: end the process
             item.add_marker(pytest.mark.timeout(seconds, method="thread"))
-        if is_selected and not num_devices:
-            item.add_marker(pytest.mark.skip(reason="TensorFlow sees no GPU"))
+        if not num_devices:
+            reason = "TensorFlow sees no GPU" if is_selected else "GPUs are hidden from all but `-m gpu`"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _takes_long(item: pytest.Item) -> bool:
