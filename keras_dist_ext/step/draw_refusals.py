@@ -65,5 +65,4 @@ class HostDraws:
 
     @staticmethod
     def _now() -> tuple[object, ...]:
-        name, keys, *others = np.random.get_state(legacy=True)
-        return random.getstate(), name, np.asarray(keys).tobytes(), tuple(others)
+        return random.getstate(), repr(np.random.get_state(legacy=False))  # it may be no Mersenne Twister

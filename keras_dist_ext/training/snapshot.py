@@ -66,7 +66,7 @@ def kept_state(model: keras.Model) -> Iterator[None]:
 @contextlib.contextmanager
 def kept_random() -> Iterator[None]:
     """Undo in the end what is drawn in between from the generators of Python and NumPy."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    of_python, of_numpy = random.getstate(), np.random.get_state(legacy=False)
     try:
         yield
     finally:

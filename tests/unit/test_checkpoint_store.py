@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -369,6 +371,60 @@ def test_a_checkpoint_that_does_not_fit_into_memory_is_an_error(
     monkeypatch.setattr(checkpoints_module.os, "fdopen", lambda *arguments: Small(fdopen(*arguments)))
     with pytest.raises(kde.ResumeError, match=r"ckpt-0000000001.kde is a complete checkpoint, and its \d+ bytes do no"):
         store.newest()
+
+
+def test_a_header_that_does_not_fit_into_memory_is_named_and_the_checkpoint_before_it_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = begin(tmp_path)
+    for number in (1, 2):
+        store.write({"number": number}, {})
+    parse, calls = checkpoints_module._parse, iter([1])
+
+    def out_of_memory(header: bytes) -> Any:
+        if next(calls, None):
+            raise MemoryError
+        return parse(header)
+
+    monkeypatch.setattr(checkpoints_module, "_parse", out_of_memory)
+    metadata, said = newest(tmp_path)
+    assert metadata == {"number": 1}
+    assert re.search(r"ckpt-0000000002.kde cannot be used: its header of \d+ bytes does not fit into memory\.", said[0])
+
+
+def test_a_checkpoint_that_is_cut_while_it_is_read_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = begin(tmp_path).write({"number": 1}, {"a": np.zeros(1000)})
+    size, stat = path.stat().st_size, os.fstat
+    os.truncate(path, size - 4000)
+
+    def before(file: int) -> Any:
+        found = stat(file)
+        return types.SimpleNamespace(st_mode=found.st_mode, st_nlink=found.st_nlink, st_size=size)
+
+    monkeypatch.setattr(checkpoints_module.os, "fstat", before)
+    metadata, said = newest(tmp_path)
+    assert metadata is None
+    assert f"does not match its {size} bytes, so it is truncated or was changed" in said[0]
+
+
+def test_what_no_checkpoint_can_hold_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = begin(tmp_path)
+    with pytest.raises(TypeError, match="a object cannot be saved"):
+        store.write({"object": object()}, {})
+    monkeypatch.setattr(checkpoints_module, "_LONGEST_HEADER", 100)
+    with pytest.raises(OverflowError, match=r"what callbacks keep beside arrays has 1\d\d bytes, of at most 100"):
+        store.write({"numbers": [np.int64(10)] * 20}, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["owner"]
+
+
+def test_what_is_no_file_in_the_place_of_the_note_of_a_run_is_an_error_that_names_it(tmp_path: Path) -> None:
+    store = begin(tmp_path)
+    (tmp_path / "owner").unlink()
+    (tmp_path / "owner").mkdir()
+    with pytest.raises(OtherRun, match="another run has begun there since, and each run needs its own directory"):
+        store.write({"number": 1}, {})
+    with pytest.raises(NotAFile, match=r"owner, where a run notes that the directory is its own, is not a file; rem"):
+        CheckpointStore(tmp_path, 3).prepare()
 
 
 # Small files

@@ -109,8 +109,8 @@ def _state(function: UserFunction) -> dict[str, object]:
     pairs = [("self", owner)] if owner is not None else []
     for part in _functions(function):
         pairs += list(_references(part))
-    state = {
-        "the random numbers of NumPy": _numpy_state(),
+    state: dict[str, object] = {
+        "the random numbers of NumPy": repr(np.random.get_state(legacy=False)),  # it may be no Mersenne Twister
         "the random numbers of Python": random.getstate(),
     }
     for name, value in pairs:
@@ -124,11 +124,6 @@ def _state(function: UserFunction) -> dict[str, object]:
 def _is_tool(value: object) -> bool:
     """Whether an object or its class is not the user's: a tf.function says that it is what it wraps."""
     return _is_foreign(value) or _is_foreign(type(value))
-
-
-def _numpy_state() -> object:
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return kind, np.asarray(keys).tobytes(), *rest
 
 
 def _is_plain(value: object) -> bool:

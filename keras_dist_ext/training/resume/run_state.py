@@ -138,11 +138,19 @@ def _optimizers(model: Model) -> dict[str, JsonObject]:
 def _host_state() -> dict[str, Array]:
     """The states of Python's and NumPy's generators, which differ between workers."""
     version, words, gauss = random.getstate()
-    kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": np.array([version, gauss is not None, gauss or 0.0, *words], np.float64),
-        "numpy": np.array([kind == "MT19937", place, has_gauss, cached, *keys], np.float64),
+        "numpy": _numpy_state(),
     }
+
+
+def _numpy_state() -> Array:
+    """What `contents.numpy_state` reads: nothing of a generator that `numpy.random.set_bit_generator` has put there."""
+    now = np.random.get_state(legacy=False)
+    if now["bit_generator"] != "MT19937":
+        return np.zeros(4 + 624)
+    state = now["state"]
+    return np.array([True, state["pos"], now["has_gauss"], now["gauss"], *state["key"]], np.float64)
 
 
 def _gather(workers: Workers, local: Mapping[str, Array]) -> dict[str, Array]:
