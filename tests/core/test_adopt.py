@@ -12,6 +12,8 @@ from versions import KERAS_VERSION
 import keras_dist_ext as kde
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext.training.adoption.adopt import adopt, clone_model, load_model
+from keras_dist_ext.training.adoption.recipe import CannotRebuildError
+from keras_dist_ext.training.adoption.variable_pairs import _read, assign
 from keras_dist_ext.training.model import Functional
 
 X = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
@@ -279,6 +281,36 @@ def test_a_variable_of_no_layer_in_the_graph_is_refused(mirrored):
         adopt(net, mirrored)
 
 
+def test_a_functional_model_in_a_stack_is_made_again(mirrored):
+    net = keras.Sequential([keras.Input((3,)), make_functional(), keras.layers.Dense(2)])
+    adopted = adopt(net, mirrored)
+    assert_equal(net, adopted)
+    assert type(adopted.layers[0]) is type(net.layers[0])
+    np.testing.assert_array_equal(adopted(X), net(X))
+
+
+def test_an_operation_that_cannot_be_made_again_is_shared(mirrored):
+    class Scale(keras.Operation):
+        def __init__(self, by):
+            super().__init__()
+            self.by = by
+
+        def call(self, x):
+            return x * self.by
+
+        def compute_output_spec(self, x):
+            return keras.KerasTensor(x.shape, x.dtype)
+
+        def get_config(self):
+            raise NotImplementedError
+
+    inputs = keras.Input((3,))
+    net = keras.Model(inputs, Scale(3.0)(keras.layers.Dense(2)(inputs)), name="net")
+    adopted = adopt(net, mirrored)
+    assert_equal(net, adopted)
+    np.testing.assert_array_equal(adopted(X), net(X))
+
+
 # What a model knows besides its weights
 
 
@@ -340,6 +372,41 @@ def test_tf_variables_that_a_layer_holds_are_taken_over(mirrored):
     assert adopted.layers[0].seen.numpy() == 7
     assert adopted.layers[0]._last[0].numpy() == b"a word"
     kde.check_scope(adopted, mirrored).raise_if_bad()
+
+
+def test_what_a_first_step_has_made_is_made_again(mirrored):
+    class Late(keras.Model):
+        def train_step(self, data):
+            if not hasattr(self, "steps"):
+                self.scale = keras.layers.Dense(2, name="scale")
+                self.scale.build((None, 3))
+                self.steps = self.add_weight(shape=(), dtype="float32", initializer="ones", trainable=False, name="n")
+                self.last = tf.Variable([4, 5], trainable=False)
+                self.seen = keras.metrics.Mean(name="seen")
+                self.note = "of the user's"
+            self.steps.assign_add(1.0)
+            return {}
+
+    net = Late()
+    net.train_step(None)
+    net.built = True
+    adopted = adopt(net, mirrored)
+    assert_equal(net, adopted)
+    assert float(adopted.steps.numpy()) == 2.0
+    assert adopted.last.numpy().tolist() == [4, 5]
+    assert adopted.last.dtype == tf.int32
+    assert adopted.seen.name == "seen"
+    assert adopted.seen is not net.seen
+    kde.check_scope(adopted, mirrored).raise_if_bad()
+
+
+def test_a_sum_over_replicas_is_taken_over_as_what_is_read_of_it(mirrored):
+    with mirrored.scope():
+        net = kde.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        how = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": tf.VariableAggregation.SUM}
+        net.layers[0].count = tf.Variable(0.0, trainable=False, **how)
+    mirrored.run(lambda: net.layers[0].count.assign_add(2.0))
+    assert _read(net.layers[0].count) == 4.0
 
 
 def test_the_dtype_policy_is_taken_over(mirrored):
@@ -669,6 +736,68 @@ def test_a_config_that_gives_other_weights_is_refused_by_their_names(mirrored):
 
     message = refused(called(Forgetful(2, name="net")), mirrored)
     assert "has the weights kernel (3, 2), bias (2,), and what its config makes has kernel (3, 5)" in message
+
+
+def test_a_config_that_gives_other_layers_is_refused_by_their_classes(mirrored):
+    class Either(keras.Model):
+        def __init__(self, is_dense=True, **kwargs):
+            super().__init__(**kwargs)
+            self.head = keras.layers.Dense(2) if is_dense else keras.layers.EinsumDense("ab,bc->ac", 2)
+
+        def call(self, x):
+            return self.head(x)
+
+        def get_config(self):
+            return {"is_dense": True}
+
+    message = refused(called(Either(False, name="net")), mirrored)
+    assert "'net' holds 1 layers (EinsumDense), and what its config makes holds 1 (Dense)." in message
+
+
+def test_a_class_that_fails_to_be_made_is_named_with_its_error(mirrored):
+    class Once(NoArguments):
+        is_made = False
+
+        def __init__(self):
+            if self.is_made:
+                raise RuntimeError("there is one already.")
+            super().__init__()
+
+    net = called(Once())
+    Once.is_made = True
+    assert "`Once()` fails: RuntimeError: there is one already." in refused(net, mirrored)
+
+
+def test_two_classes_of_one_name_are_refused(mirrored):
+    def make():
+        class Twice(keras.layers.Layer):
+            def call(self, x):
+                return 2.0 * x
+
+        return Twice()
+
+    class Holds(keras.layers.Layer):
+        def __init__(self, one=None, other=None, **kwargs):
+            super().__init__(**kwargs)
+            self.one, self.other = one or make(), other or make()
+
+        def call(self, x):
+            return self.other(self.one(x))
+
+        def get_config(self):
+            return {**super().get_config(), "one": self.one, "other": self.other}
+
+    net = keras.Sequential([keras.Input((3,)), Holds()], name="net")
+    assert "holds two classes of the name Twice, and Keras' configs tell classes apart by name." in refused(
+        net, mirrored
+    )
+
+
+def test_a_value_that_a_variable_does_not_keep_is_refused(monkeypatch):
+    one, other = keras.Variable([1.0], name="one"), keras.Variable([0.0], name="other")
+    monkeypatch.setattr(other, "assign", lambda value: None)
+    with pytest.raises(CannotRebuildError, match="the variable 'one' did not keep its value of dtype float32"):
+        assign(other, one)
 
 
 def test_a_config_that_forgets_an_argument_is_refused(mirrored):

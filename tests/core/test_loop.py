@@ -383,6 +383,8 @@ def test_without_a_step_for_it_a_loop_does_not_evaluate_or_predict() -> None:
     loop, _ = line_loop(DEFAULT)
     with pytest.raises(LoopError, match="evaluate and validation_data need to know what to do with a batch"):
         loop.evaluate(batches(), verbose=0)
+    with pytest.raises(LoopError, match="test_on_batch needs to know what to do with a batch"):
+        loop.test_on_batch(X, Y)
     with pytest.raises(LoopError, match="Give TrainLoop a function predict="):
         loop.predict(batches(), verbose=0)
 
@@ -689,6 +691,28 @@ def test_gradients_and_values_that_are_reduced_twice_are_refused(mirrored: Any) 
 
     with pytest.raises(LoopError, match="values returned as 'loss' were reduced over replicas before"):
         small_loop(mirrored, reduces).fit(batches(), verbose=0)
+
+
+def test_gradients_that_are_scaled_by_the_number_of_replicas_are_refused(mirrored: Any) -> None:
+    with mirrored.scope():
+        slope = tf.Variable(tf.ones([3]), name="slope")
+
+    def step_of(scale: Any) -> Any:
+        def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+            with tf.GradientTape() as tape:
+                loss = replica.mean_loss((tf.linalg.matvec(batch[0], slope) - batch[1]) ** 2)
+            (gradient,) = replica.reduce_gradients([scale(tape.gradient(loss, slope), replica.num_replicas)])
+            slope.assign_sub(0.1 * gradient)
+            return {"loss": loss}
+
+        return step
+
+    scaled = small_loop(mirrored, step_of(lambda gradient, count: gradient / count), {"slope": slope})
+    with pytest.raises(
+        LoopError, match=r"One of the gradients given to reduce_gradients is scaled by .* replicas \(2\)"
+    ):
+        scaled.fit(batches(), verbose=0)
+    np.testing.assert_array_equal(slope, np.ones(3))
 
 
 @pytest.mark.slow
@@ -1009,6 +1033,16 @@ def test_a_loop_warns_of_examples_that_interact_and_names_what_gathers_them(loss
         (lambda y: tf.RaggedTensor.from_tensor(y[:, None]), "concat", "returns RaggedTensor as 'value'"),
         (lambda y: tf.complex(y, y), "mean", "'value' is complex64, of which there is no 'mean'"),
         (lambda y: tf.strings.as_string(y), "sum", "'value' is string, of which there is no 'sum'"),
+        (
+            tf.reduce_sum,
+            "concat",
+            r"'value' has the shape \(\), and is declared \"concat\", which keeps a value for each",
+        ),
+        (
+            lambda y: tf.ones(3) * y[0],
+            "max",
+            r"'value' has the shape \(3,\); a 'max' is over rows, so it takes a scalar",
+        ),
     ],
 )
 def test_what_cannot_be_reduced_is_refused(value: Any, reduction: str, message: str, mirrored: Any) -> None:
@@ -1062,6 +1096,17 @@ def test_python_that_would_run_once_is_refused(mirrored: Any) -> None:
     counter.count = 0
     loop.fit(batches(), verbose=0)
     assert counter.count >= 8
+
+
+def test_a_tensor_that_python_keeps_from_the_first_trace_is_refused(mirrored: Any) -> None:
+    kept: list[Any] = []
+
+    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        kept.append(batch[1])
+        return {"loss": replica.mean_loss(kept[0] + batch[1])}
+
+    with pytest.raises(LoopError, match="has changed 'kept' while it was traced. Python runs once"):
+        small_loop(mirrored, step).fit(batches(), verbose=0)
 
 
 @pytest.mark.parametrize("generator", [np.random.default_rng(1), random.Random(1)], ids=lambda g: type(g).__name__)

@@ -16,6 +16,7 @@ import keras_dist_ext as kde
 from keras_dist_ext import messages
 from keras_dist_ext._keras.hooks import intercept
 from keras_dist_ext.cluster.launch import launch
+from keras_dist_ext.training.placement import timeline as timeline_module
 from keras_dist_ext.training.placement import verdict
 from keras_dist_ext.training.placement.groups import home_devices
 from keras_dist_ext.training.placement.parts import Part
@@ -283,6 +284,32 @@ def test_layers_that_are_built_in_fit_are_moved_before_the_first_step(strategy, 
 
 
 @pytest.mark.rotating
+def test_what_another_placement_leaves_out_goes_back_to_the_replicas_own_device():
+    model = make()
+    expected = model(X)
+    place(model, {"decoder": "CPU:1"})
+    placement = place(model, {"encoder": "CPU:2"})
+    assert devices_of(model.get_layer("encoder").weights[0]) == ["CPU:2"]
+    assert devices_of(model.get_layer("decoder").weights[0]) == ["CPU:0"]
+    assert "decoder" in placement.left_over
+    np.testing.assert_array_equal(model(X), expected)
+
+
+def test_a_variable_of_tensorflow_that_stays_where_it_was_is_said():
+    class Counts(layers.Layer):
+        def __init__(self):
+            super().__init__(name="counts")
+            with tf.device("CPU:0"):
+                self.seen = tf.Variable(0.0)
+
+        def call(self, x):
+            return x
+
+    model = kde.Sequential([keras.Input((6,)), Counts(), layers.Dense(1, name="head")], name="net")
+    placement = place(model, {"counts": "CPU:1", "head": "CPU:0"})
+    assert "tf.Variables that stay where they were made, and are copied each step: net/counts/seen" in str(placement)
+
+
 def test_another_placement_takes_the_place_of_the_first():
     model = make()
     place(model, {"decoder": "CPU:1"})
@@ -586,6 +613,24 @@ def test_a_model_that_is_not_ours_is_refused():
         kde.place(keras.Sequential([layers.Dense(1, name="last")]), {"last": "CPU:1"})
 
 
+def test_parts_are_called_by_their_names():
+    with pytest.raises(kde.PlacementError, match="parts must be a dict of devices by name of a layer, such as"):
+        kde.place(make(), {3: "CPU:1"})
+
+
+def test_an_optimizer_that_cannot_be_made_anew_is_placed_before_it_is_built():
+    class Own(keras.optimizers.SGD):
+        def get_config(self):
+            raise NotImplementedError("no config")
+
+    model = make(optimizer=Own(0.1, name="own"))
+    place(model, {"decoder": "CPU:1"})
+    model.optimizer.build(model.trainable_variables)
+    message = r"The optimizer 'own' is built already, .* cannot be made anew from its config \(no config\)\. Call place"
+    with pytest.raises(kde.PlacementError, match=message):
+        place(model, {"encoder": "CPU:2"})
+
+
 @pytest.mark.parametrize("number", [0, -1, True, 1.5])
 def test_a_number_of_micro_batches_is_at_least_one(number):
     with pytest.raises(kde.PlacementError, match=f"micro_batches must be an integer >= 1, got {number!r}"):
@@ -661,6 +706,18 @@ def test_measuring_leaves_the_check_of_steps_to_training():
     placement.measure(X, Y)
     with pytest.warns(UserWarning, match="does not train on 2 replicas as on one device"):
         model.fit(X, Y, **FIT)
+
+
+def test_what_the_profiler_has_not_seen_is_an_error_that_says_why(monkeypatch):
+    monkeypatch.setattr(timeline_module, "op_spans", lambda directory: [])
+    model = make(run_eagerly=True)
+    placement = place(model, {"decoder": "CPU:1"})
+    before = values(model)
+    with pytest.raises(kde.PlacementError, match=r"recorded no op of a part, .* compile without run_eagerly"):
+        placement.measure(X[:2], Y[:2], num_steps=1)
+    after = values(model)
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value, err_msg=name)
 
 
 @pytest.mark.slow
