@@ -13,7 +13,7 @@ import keras_dist_ext as kde
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext.training.adoption.adopt import adopt, clone_model, load_model
 from keras_dist_ext.training.adoption.recipe import CannotRebuildError
-from keras_dist_ext.training.adoption.variable_pairs import _read, assign
+from keras_dist_ext.training.adoption.variable_pairs import _read, assign, take_over_trainable
 from keras_dist_ext.training.model import Functional
 
 X = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
@@ -271,6 +271,37 @@ def test_a_variable_that_the_graph_uses_itself_becomes_the_new_one(mirrored):
     kernel = adopted.weights[0].numpy()
     np.testing.assert_allclose(adopted.predict(X, verbose=0), X @ kernel @ kernel, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(before, net.predict(X, verbose=0))
+
+
+def test_a_variable_is_found_in_whatever_layer_before_the_operation_has_it(mirrored):
+    inputs = keras.Input((3,))
+    first = keras.layers.Dense(4)
+    second = keras.layers.Dense(2)
+    net = keras.Model(inputs, second(first(inputs)) + second.bias, name="net")
+    second.bias.assign([1.0, 2.0])
+    adopted = adopt(net, mirrored)
+    np.testing.assert_array_equal(adopted(X), net(X))
+    adopted.layers[2].bias.assign([0.0, 0.0])
+    np.testing.assert_allclose(adopted(X), net(X) - 2 * np.array([1.0, 2.0]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_builds_itself_is_not_built_again(mirrored):
+    class Built(NoArguments):
+        def __init__(self):
+            super().__init__()
+            self.head = keras.layers.Dense(1, name="head")
+            self.head.build((None, 3))
+            self.built = True
+
+    net = Built()
+    assert_equal(net, adopt(net, mirrored))
+
+
+def test_flags_go_down_to_whatever_a_layer_holds(mirrored):
+    old, new = keras.layers.Dense(1), keras.layers.Dense(1)
+    old.trainable = False
+    take_over_trainable([(old, new)])
+    assert not new.trainable
 
 
 def test_a_variable_of_no_layer_in_the_graph_is_refused(mirrored):

@@ -708,6 +708,7 @@ def test_measuring_leaves_the_check_of_steps_to_training():
         model.fit(X, Y, **FIT)
 
 
+@pytest.mark.slow
 def test_what_the_profiler_has_not_seen_is_an_error_that_says_why(monkeypatch):
     monkeypatch.setattr(timeline_module, "op_spans", lambda directory: [])
     model = make(run_eagerly=True)

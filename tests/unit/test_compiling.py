@@ -21,6 +21,7 @@ from keras_dist_ext.training.batch_statistics import checked_statistics
 from keras_dist_ext.training.building import build_for_run
 from keras_dist_ext.training.compile_config import read_arguments
 from keras_dist_ext.training.exactness import checked_exact
+from keras_dist_ext.training.model import Functional
 from keras_dist_ext.training.parameter_server.coordinator import check_asynchronous
 from keras_dist_ext.training.snapshot import kept_numbers
 from keras_dist_ext.training.whole_batch_layers import check_whole_batch_layers
@@ -247,3 +248,59 @@ def test_what_python_counts_meanwhile_is_taken_back() -> None:
         model.head.made = 1
     assert (model.head.calls, model.head.note) == (3, "before")
     assert not hasattr(model.head, "made")
+
+
+class Named:
+    """Beside a model."""
+
+    def number_of_layers(self) -> int:
+        return len(self.layers)  # type: ignore[attr-defined]
+
+
+def test_a_class_beside_a_model_may_be_functional_too() -> None:
+    class Net(Named, kde.Model):
+        pass
+
+    inputs = keras.Input((3,))
+    net = Net(inputs, layers.Dense(1)(inputs))
+    assert net.number_of_layers() == 2
+    assert tuple(net(X).shape) == (6, 1)
+    assert isinstance(net, Functional)
+
+
+def test_a_class_that_compiles_by_itself_is_told_to_load_by_itself_as_by_keras() -> None:
+    class Own(kde.Sequential):
+        def compile(self, *args: Any, **kwargs: Any) -> None:
+            super().compile(*args, **kwargs)
+
+    model = Own([keras.Input((3,)), layers.Dense(1)])
+    with pytest.warns(UserWarning, match="`compile\\(\\)` was not called as part of model loading"):
+        model.compile_from_config({"optimizer": "sgd"})
+    assert not model.compiled
+
+
+def test_a_model_that_is_not_built_yet_builds_no_optimizer_when_it_is_loaded() -> None:
+    config: Any = None
+    for is_built in (True, False):
+        model = kde.Sequential([*([keras.Input((3,))] if is_built else []), layers.Dense(1)])
+        if is_built:
+            model.compile("adam", "mse")
+            config = model.get_compile_config()
+        model.compile_from_config(config)
+        assert model.optimizer.built is is_built
+
+
+def test_the_guard_of_steps_is_kept_for_the_next_run() -> None:
+    model = kde.Sequential([keras.Input((3,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    assert model.guard_steps(0) is model.guard_steps(2)
+
+
+def test_compiling_again_ends_what_waits_for_workers() -> None:
+    closed: list[int] = []
+    model = kde.Sequential([keras.Input((3,)), layers.Dense(1)])
+    model.replica_runtime._coordinator = types.SimpleNamespace(close=lambda: closed.append(1))
+    model.compile("sgd", "mse")
+    model.compile("sgd", "mse")
+    assert closed == [1]
+    assert model.replica_runtime._coordinator is None

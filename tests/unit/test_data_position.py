@@ -155,6 +155,7 @@ class Zero(keras.Model):
         return 0.0 * x[:, 0]
 
 
+@pytest.mark.slow
 def test_hooks_of_a_validation_are_called_as_evaluations_call_them() -> None:
     seen, replayed = Noted(), Noted()
     model = Zero()
@@ -251,6 +252,7 @@ def test_batches_are_given_out_until_the_last_one(length: int | None) -> None:
     assert [int(batch) for batch in BatchReader(NUMBERS, length)] == list(range(6))
 
 
+@pytest.mark.slow
 def test_a_distributed_dataset_is_read_up_to_a_batch_and_not_looked_at_beforehand(mirrored: Any) -> None:
     reader = BatchReader(distributed(mirrored), None, skip=1)
     (last,) = reader
@@ -268,6 +270,7 @@ def test_looking_at_a_batch_takes_none() -> None:
     assert BatchReader(NUMBERS.take(0), None).peek() is None
 
 
+@pytest.mark.slow
 def test_a_worker_without_rows_left_has_batches_of_none_of_the_same_structure() -> None:
     def element(number: tf.Tensor) -> Any:
         ragged = tf.RaggedTensor.from_row_lengths(tf.range(3), [1, 2])
@@ -298,6 +301,7 @@ def test_rows_to_try_a_step_with_are_none_where_there_are_none() -> None:
     np.testing.assert_array_equal(first_rows((tf.constant(X),), 2, one)[0], X[:2])
 
 
+@pytest.mark.slow
 def test_rows_that_replicas_have_already_are_joined_in_their_order(mirrored: Any) -> None:
     sparse = tf.data.Dataset.from_tensor_slices({"dense": X, "sparse": tf.sparse.from_dense(X)}).batch(4)
     batch = next(iter(mirrored.experimental_distribute_dataset(sparse)))

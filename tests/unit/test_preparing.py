@@ -20,7 +20,7 @@ from keras_dist_ext.step.means import UnknownExponents
 from keras_dist_ext.step.step_plan import StalePlan
 from keras_dist_ext.step.update import UnbuiltOptimizer
 from keras_dist_ext.training import prediction, step_exponents, step_planning
-from keras_dist_ext.training.draw_examination import note_draws
+from keras_dist_ext.training.draw_examination import learn_draws, note_draws
 from keras_dist_ext.training.prediction import PredictProgram, concat_outputs, concat_replicas
 from keras_dist_ext.training.step_errors import explain
 from keras_dist_ext.training.step_exponents import learn_loss_exponents, learn_step_exponents, rows_of_step
@@ -117,6 +117,7 @@ def test_numbers_of_a_step_that_cannot_be_traced_on_any_batch_count_as_means(mon
 # Rows to learn by
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_without", [0, 1])
 def test_rows_that_workers_learn_by_are_those_of_the_chief_unless_one_has_none(
     num_without: int, mirrored: Any, monkeypatch: pytest.MonkeyPatch
@@ -147,6 +148,21 @@ def test_a_step_that_draws_otherwise_on_few_rows_than_on_many_is_refused() -> No
 
     with pytest.raises(SeedError, match=r'draws="global": a step draws 1 times on \d+ examples and 2 times on \d+'):
         note_draws(Draws(), tf.TensorSpec([None, 2]), lambda: None)
+
+
+def test_a_step_that_is_built_for_no_batch_is_tried_in_the_form_of_the_first_one() -> None:
+    given: list[Any] = []
+
+    def run(rows: Any) -> None:
+        given.append(rows)
+
+    scratch = types.SimpleNamespace(without_xla=lambda: None, run_on_first_replica=run)
+    step = step_of(untraced_copy=lambda: scratch, first_batch=lambda: (tf.constant(X), None))
+    learn_draws(step)
+    assert step.plan.draws == []
+    assert [rows[0].shape[1] for rows in given] == [2, 2]
+    assert given[0][0].shape[0] != given[1][0].shape[0]
+    assert [rows[1] for rows in given] == [None, None]
 
 
 def test_numbers_of_the_batch_that_are_no_rows_keep_their_form() -> None:
@@ -184,6 +200,29 @@ def test_a_number_that_adds_up_though_all_replicas_assign_it_is_told_what_to_do(
     assert "tf.VariableAggregation.ONLY_FIRST_REPLICA" in str(explained)
 
 
+def test_a_method_that_no_distributed_variable_has_is_found_in_the_line_that_calls_it() -> None:
+    class Variable:
+        def sparse_read(self, indices: Any) -> None:
+            raise NotImplementedError
+
+        def batch_read(self) -> None:
+            raise NotImplementedError
+
+    def error_of(call: Callable[[], None]) -> Exception:
+        try:
+            call()
+        except NotImplementedError as error:
+            line = error.__traceback__.tb_next  # type: ignore[union-attr]
+            assert line is not None
+            mine = types.TracebackType(None, line.tb_frame, line.tb_lasti, line.tb_lineno)
+            return error.with_traceback(mine)  # TensorFlow leaves its own frames out
+        raise AssertionError
+
+    explained = explain("step", error_of(lambda: Variable().sparse_read([1])), of_loop=True)
+    assert "calls sparse_read of a variable, which TensorFlow does not have for variables that each" in str(explained)
+    assert explain("step", error_of(lambda: Variable().batch_read()), of_loop=True) is None
+
+
 # Predicting
 
 
@@ -202,6 +241,7 @@ def predicting(strategy: Any, step: Callable[[Any], Any], *, check: Any = False)
     return model
 
 
+@pytest.mark.slow
 def test_a_step_that_needs_a_number_of_rows_predicts_what_one_device_does(mirrored: Any) -> None:
     def step(x: Any) -> Any:
         return x * (2.0 if int(tf.get_static_value(tf.shape(x))[0]) else 1.0)
@@ -210,13 +250,18 @@ def test_a_step_that_needs_a_number_of_rows_predicts_what_one_device_does(mirror
     np.testing.assert_array_equal(predicting(mirrored, step).predict(data, verbose=0), 2.0 * X)
 
 
-def test_an_output_of_unknown_rank_is_taken_for_one_of_rows(mirrored: Any) -> None:
+@pytest.mark.slow
+@pytest.mark.checks_fit
+def test_an_output_of_unknown_rank_is_taken_for_one_of_rows_and_python_said_not_to_be_checked(mirrored: Any) -> None:
     def step(x: Any) -> Any:
         return tf.numpy_function(lambda rows: 3.0 * rows, [x], tf.float32)
 
-    np.testing.assert_array_equal(predicting(mirrored, step).predict(X, batch_size=6, verbose=0), 3.0 * X)
+    with pytest.warns(UserWarning, match=r"Whether 'net' predicts .* was not checked, because .* calls Python"):
+        found = predicting(mirrored, step, check=True).predict(X, batch_size=6, verbose=0)
+    np.testing.assert_array_equal(found, 3.0 * X)
 
 
+@pytest.mark.slow
 @pytest.mark.checks_fit
 def test_a_prediction_on_batches_of_a_fixed_size_draws_what_one_device_draws(mirrored: Any) -> None:
     def predicted(strategy: Any) -> Any:

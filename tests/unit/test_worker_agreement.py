@@ -14,6 +14,7 @@ import pytest
 import keras_dist_ext as kde
 from keras_dist_ext.errors import WorkersError
 from keras_dist_ext.training import whole_saves, worker_saves
+from keras_dist_ext.training.resume import callback as callback_module
 from keras_dist_ext.training.resume.save_wishes import EXIT, LEAVE
 from keras_dist_ext.training.whole_saves import file_identity, save_whole
 from keras_dist_ext.training.worker_sync import WorkerSync
@@ -111,3 +112,15 @@ def test_a_worker_leaves_when_its_checkpoint_is_on_the_disk_and_stays_where_it_i
     with pytest.raises(SystemExit) as ended:
         resume._end(LEAVE)
     assert ended.value.code == 0
+
+
+def test_what_a_worker_has_stopped_is_saved_when_its_epoch_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = types.SimpleNamespace(stops=True)
+    monkeypatch.setattr(callback_module, "capture", lambda *_: stopped)
+    resume: Any = kde.Resume(tmp_path)
+    resume.set_model(model())
+    resume._callbacks = types.SimpleNamespace(data=types.SimpleNamespace(position=lambda epoch: epoch))
+    assert not resume._save(1)
+    assert not list(tmp_path.glob("*.kde"))
