@@ -573,6 +573,15 @@ def test_everything_given_to_compile_is_taken_over(mirrored):
     np.testing.assert_allclose(list(one.values()), list(other.values()), rtol=1e-5)
 
 
+def test_a_metric_that_was_given_twice_stays_one(mirrored):
+    net, metric = make_sequential(), keras.metrics.MeanAbsoluteError(name="error")
+    net.compile("sgd", "mse", metrics=[metric], weighted_metrics=[metric])
+    adopted = adopt(net, mirrored)
+    (one,), (other,) = adopted._compile_metrics._user_metrics, adopted._compile_metrics._user_weighted_metrics
+    assert one is other
+    assert one is not metric
+
+
 def test_a_learning_rate_changed_since_compile_is_kept(mirrored):
     net = make_sequential()
     net.compile(keras.optimizers.Adam(0.1), "mse")

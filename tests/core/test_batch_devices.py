@@ -196,6 +196,18 @@ def test_only_plain_tensors_are_sent_ahead() -> None:
         assert not devices.sent_ahead((numbers, other)).shapes
 
 
+def test_what_is_missing_in_a_batch_that_was_sent_ahead_is_none() -> None:
+    devices = batch_devices.BatchDevices("/device:CPU:0", GPU)
+    missing = tf.data.Dataset.from_tensors((1.0, None)).element_spec[1]
+    ahead = devices.sent_ahead((tf.TensorSpec([None, 600]), missing))
+    rows = tf.ones([2, 600])
+    carried = ahead.first(lambda: (rows, tf.experimental.Optional.empty(None)))
+    assert [leaf.device for leaf in carried] == [GPU]
+    batch = ahead.batch(carried, lambda: None)
+    np.testing.assert_array_equal(batch[0], rows)
+    assert batch[1] is None
+
+
 @pytest.mark.parametrize("length", rotating(["known", "unknown"], ["unknown"]))
 def test_no_batch_comes_back_from_the_gpu_in_a_loop(
     length: str, gpu: tf.distribute.Strategy, monkeypatch: pytest.MonkeyPatch

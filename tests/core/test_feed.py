@@ -638,3 +638,29 @@ def test_what_holds_no_examples_is_refused_by_name(data, message, mirrored):
         model.compile("sgd", "mse")
     with pytest.raises(DataError, match=message):
         model.fit(*data, verbose=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gives_list", [False, True], ids=["callbacks", "a CallbackList"])
+def test_data_that_is_split_already_trains_eagerly_as_on_one_device(gives_list, mirrored):
+    """Callbacks in a list of Keras' own are called as it has them."""
+
+    def trained(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = kde.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+        x = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
+        data = tf.data.Dataset.from_tensor_slices((x, x.sum(axis=1, keepdims=True))).batch(4)
+        seen = []
+        callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))]
+        if gives_list:
+            callbacks = keras.callbacks.CallbackList(callbacks, add_history=True, model=model)
+        if strategy is mirrored:
+            data = strategy.experimental_distribute_dataset(data)
+        model.fit(data, steps_per_epoch=2, verbose=0, callbacks=callbacks)
+        assert seen == [0, 1]
+        return model.get_weights()
+
+    for ours, expected in zip(trained(mirrored), trained(tf.distribute.get_strategy()), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5)

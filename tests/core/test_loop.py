@@ -693,26 +693,37 @@ def test_gradients_and_values_that_are_reduced_twice_are_refused(mirrored: Any) 
         small_loop(mirrored, reduces).fit(batches(), verbose=0)
 
 
-def test_gradients_that_are_scaled_by_the_number_of_replicas_are_refused(mirrored: Any) -> None:
-    with mirrored.scope():
+def scaling_loop(strategy: tf.distribute.Strategy, scale: Any) -> tuple[TrainLoop, Any]:
+    """A loop that asks for the number of replicas, and what it trains."""
+    with strategy.scope():
         slope = tf.Variable(tf.ones([3]), name="slope")
 
-    def step_of(scale: Any) -> Any:
-        def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
-            with tf.GradientTape() as tape:
-                loss = replica.mean_loss((tf.linalg.matvec(batch[0], slope) - batch[1]) ** 2)
-            (gradient,) = replica.reduce_gradients([scale(tape.gradient(loss, slope), replica.num_replicas)])
-            slope.assign_sub(0.1 * gradient)
-            return {"loss": loss}
+    def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = replica.mean_loss((tf.linalg.matvec(batch[0], slope) - batch[1]) ** 2)
+        gradient, _ = replica.reduce_gradients([scale(tape.gradient(loss, slope), replica.num_replicas), None])
+        slope.assign_sub(0.1 * gradient)
+        return {"loss": loss}
 
-        return step
+    return small_loop(strategy, step, {"slope": slope}), slope
 
-    scaled = small_loop(mirrored, step_of(lambda gradient, count: gradient / count), {"slope": slope})
+
+def test_gradients_that_are_scaled_by_the_number_of_replicas_are_refused(mirrored: Any) -> None:
+    loop, slope = scaling_loop(mirrored, lambda gradient, count: gradient / count)
     with pytest.raises(
         LoopError, match=r"One of the gradients given to reduce_gradients is scaled by .* replicas \(2\)"
     ):
-        scaled.fit(batches(), verbose=0)
+        loop.fit(batches(), verbose=0)
     np.testing.assert_array_equal(slope, np.ones(3))
+
+
+@pytest.mark.slow
+def test_a_number_of_replicas_that_scales_no_gradient_is_no_matter(mirrored: Any) -> None:
+    found = []
+    for strategy in (mirrored, DEFAULT):
+        loop, slope = scaling_loop(strategy, lambda gradient, count: gradient + 0.0 * tf.cast(count, tf.float32))
+        found.append([*loop.fit(batches(), verbose=0).history["loss"], *slope.numpy()])
+    np.testing.assert_allclose(*found, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -849,6 +860,17 @@ def test_what_all_replicas_share_may_be_assigned(mirrored: Any) -> None:
         values.append([slow.offset.numpy(), rows.numpy(), mean.numpy(), count.numpy()])
     np.testing.assert_allclose(values[1], values[0], rtol=1e-5)
     assert values[0][1] == values[0][3] == 29
+
+
+@pytest.mark.slow
+def test_a_batch_by_itself_is_evaluated_as_in_evaluate(mirrored: Any) -> None:
+    def errors(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
+        return {"loss": replica.mean_loss(tf.square(tf.reduce_sum(batch[0], axis=1) - batch[1]))}
+
+    loop = TrainLoop(errors, test=errors, parts={}, reduce={"loss": "mean"}, strategy=mirrored)
+    expected = np.mean((X.sum(axis=1) - Y) ** 2)
+    np.testing.assert_allclose(loop.test_on_batch(X, Y), expected, rtol=1e-5)
+    np.testing.assert_allclose(loop.evaluate(X, Y, verbose=0), expected, rtol=1e-5)
 
 
 def test_a_step_of_evaluation_does_not_train(mirrored: Any) -> None:
@@ -1103,6 +1125,8 @@ def test_a_tensor_that_python_keeps_from_the_first_trace_is_refused(mirrored: An
 
     def step(replica: Any, batch: Any) -> dict[str, tf.Tensor]:
         kept.append(batch[1])
+        if kept[0].graph is not batch[1].graph:
+            raise ValueError("it is of another graph")
         return {"loss": replica.mean_loss(kept[0] + batch[1])}
 
     with pytest.raises(LoopError, match="has changed 'kept' while it was traced. Python runs once"):

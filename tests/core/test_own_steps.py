@@ -431,3 +431,25 @@ def test_on_one_device_a_step_is_traced_again_only_where_its_logs_hold_more_than
         own_steps.compare(other, one)
     for one, other in zip(model.get_weights(), stock.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_result_of_a_metric_in_a_branch_is_that_of_all_replicas():
+    class Net(kde.Sequential):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            (mean,) = [metric for metric in self.metrics if metric.name == "loss"]
+            is_late = self.optimizer.iterations > 1
+            return {**logs, "so far": tf.cond(is_late, lambda: 2.0 * mean.result(), lambda: tf.constant(0.0))}
+
+    def trained(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = Net([keras.Input((X.shape[1],)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        data = tf.data.Dataset.from_tensor_slices((X[:22], X[:22].sum(axis=1, keepdims=True))).batch(9)
+        history = model.fit(data, epochs=2, verbose=0).history
+        assert history["so far"][0] == pytest.approx(2.0 * history["loss"][0])
+        return [*history["so far"], *history["loss"]]
+
+    np.testing.assert_allclose(trained(strategies.get("mirrored2")), trained(tf.distribute.get_strategy()), rtol=1e-5)

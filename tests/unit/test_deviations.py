@@ -14,7 +14,7 @@ from keras_dist_ext.training.comparable_steps import CannotCompare
 from keras_dist_ext.training.deviations import SlotKind, measure
 from keras_dist_ext.training.prediction_comparison import _outputs
 from keras_dist_ext.training.self_check import check_step
-from keras_dist_ext.training.step_comparison import _leaves, _suspects
+from keras_dist_ext.training.step_comparison import _Gradients, _leaves, _suspects
 
 LOSS = ("metric", "loss")
 KERNEL = ("gradient", "kernel")
@@ -65,6 +65,18 @@ def test_logs_are_compared_however_they_are_nested_and_if_they_are_numbers() -> 
     logs = {"losses": [tf.constant(1.0), (tf.constant(2),)], "word": tf.constant("a"), "text": "b"}
     assert {name: float(value) for name, value in _leaves(logs, "")} == {"losses/0": 1.0, "losses/1/0": 2.0}
     assert [name for name, _ in _leaves(tf.constant(1.0), "")] == ["the logs"]
+
+
+def test_gradients_of_a_branch_of_the_graph_are_not_kept() -> None:
+    variable = tf.Variable(1.0)
+    with tf.Graph().as_default():
+        gradients = _Gradients()
+        kept = tf.constant(2.0)
+        with tf.Graph().as_default():
+            gradients.on_update([tf.constant(3.0)], [variable])
+        assert gradients.of == {}
+        gradients.on_update([kept, None], [variable, tf.constant(0.0)])
+    assert gradients.of == {id(variable): kept}
 
 
 # What is not compared
