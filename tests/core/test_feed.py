@@ -664,3 +664,37 @@ def test_data_that_is_split_already_trains_eagerly_as_on_one_device(gives_list, 
 
     for ours, expected in zip(trained(mirrored), trained(tf.distribute.get_strategy()), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_iterator_that_can_seek_is_read_from_its_place_and_not_ahead_of_the_run(mirrored):
+    x = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+
+    class Batches:
+        def __init__(self):
+            self.batch, self.places = 0, []
+
+        def __next__(self):
+            rows = slice(4 * (self.batch % 6), 4 * (self.batch % 6) + 4)
+            self.batch += 1
+            return x[rows], y[rows]
+
+        def seek(self, batch):
+            self.places.append(batch)
+            self.batch = batch
+
+    def trained(strategy, data, **given):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = kde.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(*data, epochs=2, verbose=0, **given)
+        return model.get_weights()
+
+    batches = Batches()
+    ours = trained(mirrored, [batches], steps_per_epoch=3)
+    assert batches.places == [0]
+    expected = trained(tf.distribute.get_strategy(), [x, y], batch_size=4, shuffle=False, steps_per_epoch=3)
+    for one, other in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
