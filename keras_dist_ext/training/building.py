@@ -60,13 +60,14 @@ def build_for_run(
         _build_from_batch(model, kind, batch_spec)
     except KerasDistError:
         raise
-    except Exception as error:  # perhaps of a loss that must know the number of rows, as one device does
-        if all(leaf is None or not leaf.shape.rank or leaf.shape[0] is None for leaf in tree.flatten(spec)):
-            raise
-        try:
-            _build_from_batch(model, kind, spec)
-        except Exception:
-            raise error from None
+    except Exception:  # perhaps of a loss that must know the number of rows, as one device does
+        if any(leaf is not None and leaf.shape.rank and leaf.shape[0] is not None for leaf in tree.flatten(spec)):
+            with contextlib.suppress(Exception):
+                _build_from_batch(model, kind, spec)
+                return
+        if model.run_eagerly and all(layer.built for layer in flat_layers(model)):
+            return  # its first step makes the rest, as one of the user's own does that runs eagerly only
+        raise
 
 
 def _built_as_plain(model: keras.Model, kind: str, spec: SpecNest) -> bool:

@@ -269,10 +269,6 @@ class CoordinatorProgram:
         made = getattr(self._coordinator, self.kind)(batches, num_steps)
         return made, self._coordinator.logs()
 
-    def graphs(self) -> list[tf.Graph]:
-        """Return none: the workers have them."""
-        return []
-
     def on_batch(self, batch: StepData) -> TensorNest:
         """Run one step and wait for it."""
         self._hand_out(iter([batch]), 1)

@@ -698,3 +698,37 @@ def test_an_iterator_that_can_seek_is_read_from_its_place_and_not_ahead_of_the_r
     expected = trained(tf.distribute.get_strategy(), [x, y], batch_size=4, shuffle=False, steps_per_epoch=3)
     for one, other in zip(ours, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_model_whose_call_only_runs_eagerly_trains_as_on_one_device(mirrored):
+    class Eager(kde.Model):
+        def __init__(self):
+            super().__init__()
+            self.head = keras.layers.Dense(1, name="head")
+
+        def call(self, x):
+            return self.head(x if x.numpy().shape[1] == 3 else x[:, :3])
+
+    x = np.random.default_rng(0).normal(size=(10, 3)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    fit = {"batch_size": 4, "shuffle": False, "verbose": 0}
+
+    def made(strategy, is_built):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = Eager()
+            if is_built:
+                model(x[:1])
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"], run_eagerly=True)
+        return model
+
+    def trained(strategy):
+        model = made(strategy, True)
+        history = model.fit(x, y, epochs=2, validation_data=(x[:5], y[:5]), **fit).history
+        return [*model.get_weights(), *history.values()]
+
+    for ours, expected in zip(trained(mirrored), trained(tf.distribute.get_strategy()), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5)
+    with pytest.raises(RuntimeError, match="Please build it yourself before calling fit"):
+        made(mirrored, False).fit(x, y, **fit)

@@ -379,6 +379,15 @@ def test_results_of_one_device_are_gathered_too_and_those_of_several_need_their_
         kde.gather(kde.per_replica(lambda batch: batch, mirrored)(rows))
 
 
+@pytest.mark.slow
+def test_results_are_gathered_in_a_graph_too(mirrored: Any) -> None:
+    def twice(batch: tf.Tensor) -> tf.Tensor:
+        return kde.gather(kde.per_replica(lambda rows: 2 * rows, mirrored)(batch), mirrored)
+
+    rows = tf.range(5.0)
+    np.testing.assert_array_equal(tf.function(twice, autograph=False)(rows), 2 * rows)
+
+
 def test_without_a_step_for_it_a_loop_does_not_evaluate_or_predict() -> None:
     loop, _ = line_loop(DEFAULT)
     with pytest.raises(LoopError, match="evaluate and validation_data need to know what to do with a batch"):
