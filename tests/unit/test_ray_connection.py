@@ -12,6 +12,8 @@ import pytest
 import keras_dist_ext as kde
 from keras_dist_ext.cluster.host import State, ValueLost
 from keras_dist_ext.cluster.process_group import ProcessGroup
+from keras_dist_ext.cluster.ray_agent import Report
+from keras_dist_ext.cluster.ray_cluster import connected
 from keras_dist_ext.cluster.ray_process import RayProcess
 
 ERRORS = ("RayError", "RayTaskError", "GetTimeoutError", "ObjectLostError", "RayActorError")
@@ -23,7 +25,8 @@ def ray(monkeypatch):
     made_up = types.ModuleType("ray")
     made_up.exceptions = types.ModuleType("ray.exceptions")
     for name in ERRORS:
-        setattr(made_up.exceptions, name, type(name, (Exception,), {}))
+        base = made_up.exceptions.RayError if name != "RayError" else Exception
+        setattr(made_up.exceptions, name, type(name, (base,), {}))
     made_up.is_initialized = lambda: False
     made_up.ends = []
     made_up.shutdown = lambda: made_up.ends.append("shutdown")
@@ -75,6 +78,14 @@ def test_what_has_no_effect_on_a_connection_that_there_is_is_refused(ray, option
     assert ray.ends == [], "the connection is the caller's"
 
 
+def test_a_connection_that_there_is_is_used_and_kept(ray):
+    ray.is_initialized = lambda: True
+    ray.init = failing(AssertionError("it is connected already"))
+    with connected(kde.RayCluster()):
+        pass
+    assert ray.ends == []
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("signals_as_in_a_terminal")
 def test_ctrl_c_ends_a_connection_that_is_being_made(ray):
@@ -88,10 +99,10 @@ def test_ctrl_c_ends_a_connection_that_is_being_made(ray):
     assert ray.ends == ["shutdown"]
 
 
-# Values.
+# Calls.
 
 
-def process(ray, answer):
+def process(ray, answer, *, has_started=True):
     """Return a process that has started, and whose agent answers so to a call; an exception is raised."""
 
     def get(ref, timeout=None):
@@ -100,10 +111,70 @@ def process(ray, answer):
         return ref
 
     ray.get = get
-    agent = types.SimpleNamespace(call=types.SimpleNamespace(remote=lambda *_: answer))
+
+    def call(*request):
+        ray.calls.append(request)
+        return answer
+
+    ray.calls = []
+    agent = types.SimpleNamespace(call=types.SimpleNamespace(remote=call))
     found = RayProcess(agent, "10.0.0.7", "it has started")
-    found.take()
+    if has_started:
+        found.take()
     return found
+
+
+def test_a_process_that_cannot_be_started_is_an_error_of_the_launch(ray):
+    found = process(ray, None, has_started=False)
+    found._awaited = ray.exceptions.RayTaskError()
+    found._awaited.cause = kde.LaunchError("worker 0 cannot be started: no such file")
+    with pytest.raises(kde.LaunchError, match="^worker 0 cannot be started: no such file$"):
+        found.take()
+
+
+def test_a_process_whose_agent_fails_later_is_lost_with_what_failed(ray):
+    found = process(ray, None)
+    found._awaited = ray.exceptions.RayTaskError()
+    found._awaited.cause = OSError("no more files")
+    assert found.take() == [b""]
+    assert found.poll().lost == ("its node 10.0.0.7, or Ray's process there, has failed (RayTaskError: no more files)")
+    assert found.poll().exit_code == -signal.SIGKILL
+
+
+def test_a_process_that_is_lost_after_its_end_keeps_its_exit_code(ray):
+    found = process(ray, None)
+    found._awaited = Report(b"", is_at_end=True, state=State(exit_code=0), is_stopped=False)
+    assert found.take() == [b""]
+    assert found.note_silence(100.0) == [], "its output has ended before"
+    assert (found.poll().exit_code, found.poll().lost) == (0, "")
+
+
+def test_a_node_that_does_not_answer_a_call_is_not_asked_again_before_its_next_report(ray):
+    found = process(ray, ray.exceptions.GetTimeoutError())
+    assert found.ask_to_leave() is False
+    assert found.poll().silent_seconds == found.ANSWER_SECONDS
+    assert (found.cpu_seconds(), found.ask_for_stacks(), found.stacks()) == (0.0, False, "")
+    assert ray.calls == [("ask_to_leave",)]
+    found._awaited = Report(b"", is_at_end=False, state=State(), is_stopped=False)
+    found.take()
+    found.stacks()
+    assert ray.calls == [("ask_to_leave",), ("stacks",)]
+
+
+def test_a_call_that_fails_is_answered_as_if_there_were_nothing(ray):
+    found = process(ray, ray.exceptions.RayError())
+    assert (found.cpu_seconds(), found.stacks(), found.poll().silent_seconds) == (0.0, "", 0.0)
+
+
+def test_a_process_that_was_not_started_yet_is_ended_by_a_signal_at_once(ray):
+    found = process(ray, None, has_started=False)
+    found.send(signal.SIGTERM)
+    assert found.poll()[:2] == (-signal.SIGTERM, -signal.SIGTERM)
+    assert found.is_done
+    assert ray.calls == [], "its agent ends with the launch"
+
+
+# Values.
 
 
 def test_what_a_function_returned_arrives(ray):

@@ -5,7 +5,9 @@ import types
 
 import pytest
 
+from keras_dist_ext.cluster.failure import Failure, NotPlaced
 from keras_dist_ext.cluster.ray_cluster import RayCluster
+from keras_dist_ext.cluster.ray_host import RayHost
 from keras_dist_ext.cluster.ray_places import RayPlaces
 from keras_dist_ext.cluster.worker_count import WorkerCount
 
@@ -150,3 +152,44 @@ def test_a_node_that_joins_is_noticed_and_kept_for_the_launch(made_up):
     assert cluster.asked == [2, 1, 1]
     places.close()
     assert cluster.free[-1] == {"CPU": 1.0}
+
+
+def test_a_head_that_does_not_answer_has_no_more_places(made_up):
+    cluster, places = made_up({"CPU": 2.0})
+    assert taken(places, WorkerCount(1, 4), 0)[2] == 2
+
+    def silent(*_, **__):
+        raise sys.modules["ray.exceptions"].RayError
+
+    sys.modules["ray"].util.placement_group = silent
+    assert not places.have_come()
+    assert cluster.asked == [2]
+
+
+def test_a_node_that_cannot_run_an_agent_is_no_place_and_the_launch_says_what_it_lacks(made_up, monkeypatch):
+    _, places = made_up({"CPU": 2.0})
+    ray = sys.modules["ray"]
+    scheduling = types.ModuleType("ray.util.scheduling_strategies")
+    scheduling.PlacementGroupSchedulingStrategy = lambda group, number: number
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", scheduling)
+    agent = types.SimpleNamespace(address=types.SimpleNamespace(remote=lambda: "an answer"))
+    made = types.SimpleNamespace(remote=lambda: agent)
+    answers = iter([[], ["an answer", "an answer"]])
+    ray.remote = lambda kind: types.SimpleNamespace(options=lambda **_: made)
+    ray.wait = lambda asked, num_returns, timeout: (next(answers), [])
+
+    def get(asked):
+        raise ray.exceptions.RayError("No module named 'keras_dist_ext'")
+
+    ray.get = get
+    host = RayHost(RayCluster())
+    host._places = places
+    steps = host.reserve(WorkerCount(2, 2), 0)
+    assert next(steps) == "Ray prepares its nodes"
+    with pytest.raises(NotPlaced) as caught:
+        next(steps)
+    assert caught.value.failure == Failure(
+        1,
+        "Ray could not prepare a node: No module named 'keras_dist_ext'\nEach node needs Ray and keras_dist_ext, as "
+        "they are here.",
+    )
