@@ -163,8 +163,8 @@ def _number(value: object) -> float | None:
         return None
     try:
         return float(value)
-    except OverflowError:
-        return None
+    except OverflowError:  # of an integer or a fraction; the message names the limit then, as for an infinite number
+        return -float("inf") if value < 0 else float("inf")
 
 
 def seconds(name: str, value: object, *, or_none: str = "", error: _Error) -> float:

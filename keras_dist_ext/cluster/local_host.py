@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -99,7 +99,7 @@ class LocalHost:
             try:
                 make_heartbeat_file(heartbeat_file)
             except OSError as error:
-                raise _no_room(lambda: self._guard.folder.parent, error) from error
+                raise _no_room(error, self._guard.folder.parent) from error
         try:
             process = LocalProcess(program, self._guard.marked(environ), outcome, heartbeat_file)
         except (OSError, ValueError) as error:  # too long, no more processes or files, a NUL in it
@@ -273,12 +273,9 @@ class LocalProcess:
             self._reader = None
 
 
-def _no_room(folder: Callable[[], object], error: OSError) -> LaunchError:
-    """Say that the temporary folder cannot be used."""
-    try:
-        where = f" in {folder()}"
-    except OSError:
-        where = ""
+def _no_room(error: OSError, folder: Path | None = None) -> LaunchError:
+    """Say that the temporary folder cannot be used, or that there is none."""
+    where = f" in {folder}" if folder else ""
     return LaunchError(
         f"The launch needs a small temporary folder for what passes between it and the workers, and cannot write one"
         f"{where}: {error.strerror or error}. Make room there, or set TMPDIR to another folder."
@@ -298,7 +295,7 @@ class _Guard:
         try:
             self.folder = Path(tempfile.gettempdir(), f"keras_dist_ext-{self._launch_id}")
         except OSError as error:
-            raise _no_room(tempfile.gettempdir, error) from error
+            raise _no_room(error) from error
         self._process = subprocess.Popen(
             worker.command_line("guard", self._launch_id, str(self.folder), owns_process=owns_process),
             stdin=subprocess.PIPE,
@@ -317,7 +314,7 @@ class _Guard:
             self.folder.mkdir(mode=0o700)  # only now: if all ends before, as with a node of Ray's, nothing is left
         except OSError as error:
             self.close()
-            raise _no_room(lambda: self.folder.parent, error) from error
+            raise _no_room(error, self.folder.parent) from error
 
     def file(self, call: bytes) -> str:
         """Put a packed call where the workers find it."""
@@ -326,7 +323,7 @@ class _Guard:
             try:
                 path.write_bytes(call)
             except OSError as error:
-                raise _no_room(lambda: self.folder.parent, error) from error
+                raise _no_room(error, self.folder.parent) from error
         return str(path)
 
     def marked(self, environ: Mapping[str, str]) -> dict[str, str]:

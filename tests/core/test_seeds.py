@@ -68,6 +68,12 @@ def test_streams_of_a_million_seeds_replicas_and_generators_are_distinct() -> No
     assert len({(int(a), int(b)) for a, b in streams}) == 10**6
 
 
+def test_a_replica_that_only_the_graph_knows_gets_its_own_streams() -> None:
+    offsets = tf.function(replica_offset, input_signature=[tf.TensorSpec((), tf.int64)], autograph=False)
+    for replica in (0, 1, 1023):
+        np.testing.assert_array_equal(offsets(replica), replica_offset(replica))
+
+
 @given(st.integers(0, MODULUS - 1), st.integers(1, 1023), st.text(max_size=8))
 def test_streams_of_near_seeds_with_one_root_are_far_apart(seed: int, replica: int, generator: str) -> None:
     (a, first), (b, second) = stream(seed, replica, generator), stream((seed + replica) % MODULUS, 0, generator)

@@ -1,5 +1,6 @@
 """What replicas compute by themselves, and what they agree on, whatever carries the sums between them."""
 
+import threading
 import warnings
 from contextlib import nullcontext
 
@@ -121,6 +122,20 @@ def test_sums_by_collectives_give_what_one_device_gives(collective, case):
     ours, stock = (net.predict(x, verbose=0) for net in nets)
     assert_close(ours, stock)
     replicas_agree_on(nets[0])
+
+
+# Warnings
+
+
+def test_a_warning_that_no_code_of_the_users_has_led_to_is_given_all_the_same():
+    def warn():
+        thread = threading.Thread(target=messages.warn, args=("from a thread of ours",))
+        thread.start()
+        thread.join()
+
+    with pytest.warns(UserWarning, match="^from a thread of ours$") as caught:
+        warn()
+    assert caught[0].filename == threading.__file__
 
 
 # XLA

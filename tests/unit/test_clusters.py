@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 from launching import ROOT
@@ -114,6 +115,18 @@ def test_several_hosts_without_mpi4py_are_an_error_that_says_what_to_install(mon
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ClusterError, match="on several hosts, and MPI does not tell them .* Install mpi4py"):
         choice_in({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"})
+
+
+def test_several_hosts_tell_each_other_their_addresses_through_mpi4py(monkeypatch):
+    world = types.SimpleNamespace(allgather=lambda address: ["n1:5001", address, "n2:5001", "n2:5002"])
+    monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=types.SimpleNamespace(COMM_WORLD=world)))
+    cluster = mpi_cluster({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"})
+    assert (cluster.task, cluster.worker[0], cluster.worker[2:]) == ("worker 1", "n1:5001", ("n2:5001", "n2:5002"))
+
+
+def test_workers_without_a_task_are_refused():
+    with pytest.raises(ClusterError, match="^SLURM does not say which task this process is. Set its task type and"):
+        Cluster("SLURM", worker=("n1:5001",))
 
 
 @pytest.mark.parametrize(

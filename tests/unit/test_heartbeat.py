@@ -6,10 +6,12 @@ import subprocess
 import sys
 import types
 
+import keras
 import pytest
 
 from keras_dist_ext.cluster import hang_report, heartbeat
 from keras_dist_ext.cluster.heartbeat import Activity, Heartbeat, HeartbeatReader, make_heartbeat_file
+from keras_dist_ext.errors import LaunchError
 
 
 @pytest.fixture
@@ -86,6 +88,14 @@ def test_a_signal_that_the_user_handles_asks_for_no_stacks(reader):
     heartbeat.begin()
     assert reader.read()[:2] == (os.getpid(), 0)
     assert not heartbeat.stacks_path(reader.path).exists()
+
+
+def test_a_loop_may_count_its_steps_by_a_variable(reader):
+    heartbeat.begin()
+    heartbeat.heartbeat(keras.Variable(7, dtype="int64", trainable=False))
+    assert (reader.read().finished, reader.read().activity) == (7, Activity.BETWEEN)
+    with pytest.raises(LaunchError, match=r"step must be an integer >= 0, got .*7\.0"):
+        heartbeat.heartbeat(keras.Variable(7.0, trainable=False))
 
 
 @pytest.mark.parametrize(("error", "activity"), [(ValueError, Activity.FAILED), (KeyboardInterrupt, Activity.STARTS)])

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,10 +25,13 @@ from launching import ROOT, Shown, environ_with, linux, processes_with, run, scr
 
 import keras_dist_ext as kde
 from keras_dist_ext.cli import main
+from keras_dist_ext.cluster import command, cores, orphans, tasks
+from keras_dist_ext.cluster.host import State
 from keras_dist_ext.cluster.launch import WorkerFailed, launch
-from keras_dist_ext.cluster.local_host import LocalHost
+from keras_dist_ext.cluster.local_host import LocalHost, LocalProcess
 from keras_dist_ext.cluster.orphans import children_of
 from keras_dist_ext.cluster.process_group import ProcessGroup
+from keras_dist_ext.cluster.signals import Interrupted, interrupting_signals
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("signals_as_in_a_terminal")]
 
@@ -397,6 +401,7 @@ def test_the_time_limit_of_a_command_is_exit_code_124(tmp_path):
         ({"max_restarts": -1}, "max_restarts must be an integer >= 0, got -1"),
         ({"timeout": 0}, "timeout must be a number of seconds > 0, or None, got 0"),
         ({"time_limit": -1}, "time_limit must be a number of seconds > 0, or None, got -1"),
+        ({"timeout": 10**400}, r"timeout must be a number of seconds > 0 and <= 1e\+09, or None, got 1000"),
         ({"timeout": "60"}, "timeout must be a number of seconds > 0, or None, got '60'"),
         ({"grace_seconds": -1}, "grace_seconds must be a number of seconds >= 0, got -1"),
         ({"pause_seconds": "1"}, "pause_seconds must be a number of seconds >= 0, got '1'"),
@@ -419,12 +424,22 @@ def test_the_time_limit_of_a_command_is_exit_code_124(tmp_path):
             "is itself a worker of a launch.* put its own call of launch under `if __name__ == '__main__':`",
         ),
         ({"args": (1,)}, "args and kwargs are for a function"),
+        (
+            {"work": say, "kwargs": {1: 2}},
+            r"kwargs must be a dict of what the function is called with, by name, got {1",
+        ),
         ({"environ": {"TF_CONFIG": '{"cluster": {}}'}}, "TF_CONFIG is already set .* something else starts"),
     ],
 )
 def test_what_makes_no_launch_is_refused_with_the_reason(options, message, temporary):
     with pytest.raises(kde.LaunchError, match=message):
         launch(**{"num_workers": 2, "work": [sys.executable, "-c", ""], **options})
+
+
+def test_windows_is_referred_to_its_linux(monkeypatch):
+    monkeypatch.setattr(command, "os", types.SimpleNamespace(name="nt", environ={}))
+    with pytest.raises(kde.LaunchError, match="of Linux and macOS; on Windows, use it in WSL"):
+        command.environment(None)
 
 
 @linux
@@ -568,6 +583,15 @@ def test_a_temporary_folder_without_room_is_an_error(place, temporary, monkeypat
     else:
         monkeypatch.setattr("keras_dist_ext.cluster.local_host.make_heartbeat_file", full)
     with pytest.raises(kde.LaunchError, match=r"cannot write one in .*: No space left on device\. Make room there"):
+        run(1, say, args=("hi",))
+
+
+def test_a_machine_without_a_temporary_folder_is_an_error(monkeypatch):
+    def none_usable():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/var/tmp']")
+
+    monkeypatch.setattr("tempfile.gettempdir", none_usable)
+    with pytest.raises(kde.LaunchError, match=r"workers, and cannot write one: No usable temporary directory found in"):
         run(1, say, args=("hi",))
 
 
@@ -860,6 +884,136 @@ def test_importing_launch_and_the_command_line_imports_no_tensorflow():
     environ = environ_with(PYTHONPATH=str(ROOT))
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=45)
     assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """What the command line has a script planned with; planning prints a word."""
+    pytest.importorskip("tensorflow")
+    from keras_dist_ext.diagnosis.plan import planned_script
+
+    def plan_script(script, args, **options):
+        sys.stdout.write("planned\n" if sys.stdout else "")
+        calls.append((script, args, options))
+
+    calls = []
+    monkeypatch.setattr(planned_script, "plan_script", plan_script)
+    return calls
+
+
+def test_a_plan_gets_what_the_command_line_says(planned, capsys):
+    words = ["--replicas", "2,4", "--devices", "shared", "--network", "nvlink", "--steps", "9", "--json", "plan.json"]
+    assert main(["plan", *words, "--log-dir", "logs", "train.py", "--epochs", "3"]) == 0
+    assert capsys.readouterr().out == "planned\n"
+    ((script, args, options),) = planned
+    assert (script, args) == ("train.py", ["--epochs", "3"])
+    assert tuple(options.pop("replicas")) == (2, 4)
+    assert {name: str(value) for name, value in options.items()} == {
+        "devices": "shared",
+        "network": "nvlink",
+        "num_steps": "9",
+        "json": "plan.json",
+        "log_dir": "logs",
+    }
+
+
+@linux
+def test_output_that_is_lost_at_the_end_fails_nothing(planned, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["plan", "train.py"]) == 0
+        full.write("to nowhere, from here on")
+    monkeypatch.setattr(sys, "stdout", None)  # as a program has it that was started without one
+    assert main(["plan", "train.py"]) == 0
+    assert len(planned) == 2
+
+
+# What the system does not do.
+
+
+def test_cpus_of_which_the_kernel_tells_nothing_are_taken_in_order(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {10**6 + 1, 10**6}, raising=False)
+    assert cores.usable_cpus() == [10**6, 10**6 + 1]
+
+
+@linux
+def test_where_ports_cannot_be_kept_they_are_chosen(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with tasks.cluster(2, 0) as chosen, contextlib.ExitStack() as stack:
+        for task in chosen:
+            stack.enter_context(socket.socket()).bind(("", int(task.address.rpartition(":")[2])))
+
+
+@linux
+def test_a_process_that_may_not_take_in_orphans_leaves_them_to_the_guard(monkeypatch):
+    libc = types.SimpleNamespace(prctl=lambda option, *_: -1 if option == orphans._PR_SET_CHILD_SUBREAPER else 0)
+    monkeypatch.setattr("ctypes.CDLL", lambda _: libc)
+    taken = orphans.Orphans(owns_process=True)
+    assert not taken.are_taken_in
+    taken.end()
+    assert orphans._shared.num_taking == 0
+
+
+def test_a_process_that_has_ended_meanwhile_does_nothing():
+    process = LocalProcess(["true"], {}, None, None)
+    process._popen.wait()  # it is seen at the next look
+    try:
+        assert not process.is_stopped
+        assert process.cpu_seconds() == 0.0
+    finally:
+        process.close()
+
+
+def test_a_server_reports_nothing_and_leaves_nothing():
+    process = LocalProcess(["true"], {}, None, None)
+    try:
+        assert (process.ask_for_stacks(), process.stacks(), process.ask_to_leave()) == (False, "", False)
+        with pytest.raises(FileNotFoundError):
+            process.value()
+    finally:
+        process.close()
+
+
+class Stuck(contextlib.nullcontext):
+    """A process that is stuck in the kernel, so that no signal ends it, and its host."""
+
+    poll = staticmethod(State)
+
+    def __init__(self):
+        super().__init__(self)
+        self.signals = []
+        self.ask = self.send = self.signals.append
+
+    def start(self, name, work, environ, cpus):
+        return self
+
+    def read(self, seconds):
+        return []
+
+    def foresee_end(self):
+        pass
+
+
+def test_a_process_that_nothing_ends_does_not_hold_up_the_launch(monkeypatch):
+    monkeypatch.setattr(ProcessGroup, "KILL_SECONDS", 0.05)
+    monkeypatch.setattr(ProcessGroup, "DRAIN_SECONDS", 0.0)
+    host = Stuck()
+    with ProcessGroup(host, None, None) as group:
+        group.start("worker 0", ["sleep"], {})
+        assert group.end([], 0.0) == group.processes
+    assert host.signals[0] == signal.SIGTERM
+    assert set(host.signals[1:]) == {signal.SIGKILL}
+
+
+def test_a_signal_that_nobody_collects_ends_what_may_take_long():
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(Interrupted) as caught, interrupting_signals():
+            signal.raise_signal(signal.SIGTERM)
+        assert caught.value.signum == signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # TensorFlow.
