@@ -1,6 +1,5 @@
 """Start the processes of a launch, and start them again after a failure."""
 
-import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -121,15 +120,17 @@ def run_attempts(
     signals: Sequence[int],
 ) -> tuple[Outcome, int]:
     """Start all, again after a failure, and return how the last attempt ended, and how often all started again."""
-    num_failures = 0
-    for restart in itertools.count():
+    num_failures = num_changes = 0
+    while True:
+        restart = num_failures + num_changes
         outcome = attempt.run(make_host, restart, signals)
         if outcome.workers is not None:
+            num_changes += 1
             attempt = replace(attempt, workers=outcome.workers)
             show(f"launch: {outcome.again}\n", attempt.notices)
             continue
         if outcome.failure is None or outcome.failure.is_final or num_failures == max_restarts:
-            break
+            return outcome, restart
         longer = 1.0 if outcome.has_made_steps else 2.0**num_failures
         num_failures += 1
         pause = min(longer * pause_seconds, _LONGEST_PAUSE_SECONDS)
@@ -138,9 +139,7 @@ def run_attempts(
         notice = f"launch: restart {num_failures} of {max_restarts} in {pause:.3g} s.\n"
         show(f"launch: {outcome.failure.message}\n{notice}", attempt.notices)
         if _signal_came(signals, pause):
-            outcome = replace(outcome, failure=Failure.by_signal(signals[0]))
-            break
-    return outcome, restart
+            return replace(outcome, failure=Failure.by_signal(signals[0])), restart
 
 
 def _signal_came(signals: Sequence[int], seconds: float) -> bool:
