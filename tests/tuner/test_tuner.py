@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import inspect
@@ -57,11 +58,13 @@ from keras_dist_ext.tuner.failures import Failure, InfeasibleError, classify_fai
 from keras_dist_ext.tuner.infeasible import _FailedTrials
 from keras_dist_ext.tuner.meter import Meter
 from keras_dist_ext.tuner.objectives import UNREACHED
-from keras_dist_ext.tuner.records import TrialRecord
+from keras_dist_ext.tuner.records import ProjectRecords, TrialRecord
+from keras_dist_ext.tuner.scoped import ScopedHyperModel, build_in_scope
 from keras_dist_ext.tuner.screening import ScreeningResult, screen_strategies
 from keras_dist_ext.tuner.strategies import Strategies
-from keras_dist_ext.tuner.strategy_report import StrategyReport
+from keras_dist_ext.tuner.strategy_report import StrategyReport, build_report
 from keras_dist_ext.tuner.trial_logs import TrialLogs
+from keras_dist_ext.tuner.trial_run import ObjectiveLogger, TrialRun
 
 # Tests have four devices, so that this one is always missing.
 pytestmark = pytest.mark.filterwarnings("ignore:strategies. 'mirrored.9.' cannot be made here")
@@ -323,6 +326,7 @@ def test_strategies_are_names_choices_strategies_and_functions(mirrored: Any) ->
         (["mirrored", "mirrored"], "Two strategies are called 'mirrored'"),
         ([lambda: None], "a function without a name"),
         ([3], "strategies has 3, of type int"),
+        ({1: "mirrored"}, "strategies has the name 1; names must be strings"),
     ],
 )
 def test_an_invalid_strategy_is_refused_in_the_constructor(given: Any, message: str, tmp_path: pathlib.Path) -> None:
@@ -338,6 +342,13 @@ def test_a_function_that_returns_no_strategy_and_missing_devices_are_errors() ->
         kde.StrategyError, match="'a' uses CPU:9, which this process does not have; training there would"
     ):
         Strategies.of({"a": lambda: far}).get("a")
+
+
+def test_a_trial_whose_strategy_the_search_no_longer_has_names_those_that_there_are() -> None:
+    with pytest.raises(
+        kde.TunerError, match=r"needs the strategy 'mirrored\(2\)', which this search does not have; it"
+    ):
+        Strategies.of(["one_device", "mirrored(4)"]).get("mirrored(2)")
 
 
 def test_a_function_that_cannot_create_its_strategy_here_is_not_a_user_error() -> None:
@@ -454,6 +465,34 @@ def test_models_that_a_custom_fit_builds_live_under_the_strategy_too(tmp_path: p
     assert seen == [(2, True)] * 2
     assert folds.build == own  # and is the user's again
     assert len(TrialRecord.load(tuner.get_trial_dir("0")).seconds) == 1
+
+
+def test_what_is_no_model_is_left_to_keras_tuner(tmp_path: pathlib.Path, mirrored: Any) -> None:
+    assert build_in_scope(lambda hp: "no model", keras_tuner.HyperParameters(), mirrored) == "no model"
+
+
+def test_a_copy_of_a_hypermodel_has_the_users_attributes() -> None:
+    class Mine(keras_tuner.HyperModel):
+        note = "mine"
+
+    wrapped = ScopedHyperModel(Mine("a name"), lambda *_: None, lambda *_: None)
+    copied = copy.copy(wrapped)
+    assert (copied.inner, copied.note, copied.name) == (wrapped.inner, "mine", "a name")
+    with pytest.raises(AttributeError, match="other"):
+        copied.other  # noqa: B018 - it is looked up
+
+
+@pytest.mark.slow
+def test_a_model_of_the_best_hyperparameters_trains_after_the_search_too(tmp_path: pathlib.Path) -> None:
+    """As keras-tuner advises: built anew, and trained by the hypermodel."""
+    coupled = kde.tuner.Coupled(batch_size_per_replica=60)
+    tuner = kde.tuner.RandomSearch(
+        our_model, "val_loss", strategies="one_device", coupled=coupled, max_trials=1, directory=tmp_path
+    )
+    hp = tuner.oracle.get_space()
+    model = tuner.hypermodel.build(hp)
+    tuner.hypermodel.fit(hp, model, *TRAIN, epochs=1, verbose=0)
+    assert model.optimizer.iterations == 2  # of 120 examples, in batches of 60
 
 
 def test_a_search_refuses_resume(tmp_path: pathlib.Path) -> None:
@@ -619,6 +658,14 @@ def test_executions_have_many_steps_unless_a_tuner_looks_at_batches() -> None:
         for found in callbacks_with_empty_batch_hooks([callback], tuner):
             allow_multi_step(found)
         assert looks_at_batches([callback], "train") != have_many
+
+
+def test_a_meter_records_nothing_where_a_step_is_made_elsewhere() -> None:
+    strategy = object.__new__(tf.distribute.ParameterServerStrategy)
+    meter = Meter()
+    model: Any = types.SimpleNamespace(distribute_strategy=strategy)  # without a way to add a recorder
+    meter.on_run_prepare(model)
+    assert math.isnan(meter.examples_per_second)
 
 
 def test_a_meter_continues_with_a_second_fit() -> None:
@@ -1094,6 +1141,28 @@ def test_seconds_to_a_quality_count_until_it_is_first_reached_and_else_by_how_fa
     assert down.value({"val_loss": 0.4}, times) == 4.0
 
 
+def test_what_a_fit_has_measured_of_its_epochs_is_kept(tmp_path: pathlib.Path) -> None:
+    cost = kde.tuner.cost("val_loss", seconds=0.1)
+    trial = keras_tuner.engine.trial.Trial(keras_tuner.HyperParameters(), "0")
+    run = TrialRun(trial, "a", None, objectives=[cost], logs=None, seconds_before=0.0, tuner=None)  # type: ignore[arg-type]
+    history = keras.callbacks.History()
+    history.history = {"val_loss": [0.5, 0.4], cost.name: [2.5, 4.4]}
+    times: Any = _Times()
+    assert run._add_measurements(history, times).history[cost.name] == [2.5, 4.4]  # type: ignore[attr-defined]
+    times.seconds = 20.0
+    assert run._add_measurements([{"val_loss": 0.5}, {cost.name: 7.0}], times) == [
+        {"val_loss": 0.5, cost.name: pytest.approx(2.5)},
+        {cost.name: 7.0},
+    ]
+
+
+def test_an_epoch_without_logs_is_measured_all_the_same() -> None:
+    ended: list[int] = []
+    meter: Any = types.SimpleNamespace(on_epoch_end=ended.append)
+    ObjectiveLogger(meter, [kde.tuner.cost("val_loss", seconds=0.1)]).on_epoch_end(3)
+    assert ended == [3]
+
+
 def test_a_cost_adds_a_price_for_time_to_quality() -> None:
     times = _Times()
     times.seconds = 20.0
@@ -1281,6 +1350,34 @@ def test_a_batch_that_a_model_does_not_take_is_known_when_it_is_built() -> None:
         apply_coupled(model, CoupledValues(global_batch_size=80))
 
 
+def test_gradients_accumulate_though_the_learning_rate_stays() -> None:
+    model = kde.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    apply_coupled(model, CoupledValues(accumulation=4))
+    assert model.optimizer.gradient_accumulation_steps == 4
+    assert rate_of(model) == pytest.approx(0.1)
+
+
+def test_a_schedule_is_scaled_at_every_step() -> None:
+    model = kde.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    decay = keras.optimizers.schedules.ExponentialDecay(0.1, decay_steps=1, decay_rate=0.5)
+    model.compile(keras.optimizers.SGD(decay), "mse")
+    apply_coupled(model, CoupledValues(learning_rate_factor=2.0))
+    rates = []
+    for step in (0, 1, 2):
+        model.optimizer.iterations.assign(step)
+        rates.append(rate_of(model))
+    assert rates == pytest.approx([0.2, 0.1, 0.05])
+
+
+def test_data_may_be_given_by_name_and_a_batch_size_of_validation_is_kept() -> None:
+    given, named = batch_data([], {"x": tf.data.Dataset.from_tensor_slices(TRAIN)}, 50)
+    assert given == []
+    assert [len(x) for x, _ in named["x"]] == [50, 50, 20]
+    _, named = batch_data(TRAIN, {"validation_data": HELD_OUT, "validation_batch_size": 7}, 50)
+    assert (named["batch_size"], named["validation_batch_size"]) == (50, 7)
+
+
 def test_the_tuner_batches_arrays_and_datasets_of_examples() -> None:
     examples = tf.data.Dataset.from_tensor_slices(TRAIN)
     (data,), named = batch_data([examples], {"validation_data": tf.data.Dataset.from_tensor_slices(HELD_OUT)}, 50)
@@ -1318,6 +1415,22 @@ def test_invalid_coupled_values_are_refused(given: Any, message: str) -> None:
 
 
 # Reports and logs
+
+
+def test_a_failure_of_which_there_is_no_record_is_reported_by_its_last_line(tmp_path: pathlib.Path) -> None:
+    """As where the process of the trial was killed before it could write one."""
+    hp = keras_tuner.HyperParameters()
+    hp.Fixed("distribution_strategy", "one_device")
+    for number, message in enumerate(("Traceback ...\n  in build\nValueError: no such layer\n\n", None)):
+        folder = tmp_path / f"trial_{number}"
+        folder.mkdir()
+        trial = keras_tuner.engine.trial.Trial(hp, str(number), status="FAILED", message=message)
+        trial.save(str(folder / "trial.json"))
+    objective = keras_tuner.Objective("val_loss", "min")
+    row = build_report(["one_device"], objective, ProjectRecords(tmp_path), None)["one_device"]
+    (failures,) = row.failures
+    assert (failures.kind, failures.count) == ("user error", 2)
+    assert failures.causes == ("ValueError: no such layer", "no cause was recorded")
 
 
 def test_the_report_prints_and_returns_what_is_known_of_each_strategy(

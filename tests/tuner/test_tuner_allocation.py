@@ -34,6 +34,13 @@ def test_the_workers_of_tf_config_run_trials_together():
     assert (role.worker_index, role.num_workers) == (1, 2)
 
 
+def test_an_evaluator_of_tf_config_runs_no_trials_with_the_workers():
+    cluster = {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"], "evaluator": ["127.0.0.1:4003"]}
+    config = json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 0}})
+    role = process_role({**ProcessRole("tuner0", "127.0.0.1:4000").environ(), "TF_CONFIG": config})
+    assert (role.worker_index, role.num_workers) == (0, 1)
+
+
 def test_an_incomplete_role_is_refused():
     with pytest.raises(LaunchError, match="KERASTUNER_ORACLE_IP is set .127.0.0.1., but not KERASTUNER_TUNER_ID and "):
         process_role({"KERASTUNER_ORACLE_IP": "127.0.0.1"})
@@ -106,6 +113,11 @@ def test_without_gpus_cores_are_divided(cores, gigabytes, options, num_trials, t
         (FOUR_GPUS, {"gpus_per_trial": 5}, "so give gpus_per_trial=4 or less."),
         (FOUR_GPUS, {"gpus_per_trial": 3, "workers_per_trial": 2}, "Give a multiple of 2."),
         (Machine((), 2, 1 << 33), {"gpus_per_trial": 1}, "gpus_per_trial=1, but this machine has no GPU."),
+        (
+            FOUR_GPUS,
+            {"trials_in_parallel": 400, "workers_per_trial": 500},
+            "trials_in_parallel=400 and workers_per_trial=500 make 200000 processes, and a machine has ports for 65535",
+        ),
         (FOUR_GPUS, {"trials_in_parallel": 0}, "trials_in_parallel must be an integer >= 1, or 'auto', got 0."),
     ],
 )

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import keras_tuner
+import numpy as np
 import psutil
 import pytest
 from keras_tuner.engine.trial import Trial, TrialStatus
@@ -16,12 +17,15 @@ from keras_tuner.engine.trial import Trial, TrialStatus
 from keras_dist_ext._keras.keras_tuner_oracles import repair_reloaded, replace_space, save_files_atomically
 from keras_dist_ext.cluster.tasks import cluster
 from keras_dist_ext.errors import LaunchError
+from keras_dist_ext.tuner.failures import Failure
+from keras_dist_ext.tuner.processes import role_entry
 from keras_dist_ext.tuner.processes.channel import Channel, Unreachable
 from keras_dist_ext.tuner.processes.oracle_server import OracleServer, SearchEnded
 from keras_dist_ext.tuner.processes.process_role import ProcessRole
 from keras_dist_ext.tuner.processes.remote_oracle import RemoteOracle
 from keras_dist_ext.tuner.processes.screening_lease import ScreeningLease, screen_on_one_worker
-from keras_dist_ext.tuner.screening import ScreeningResult
+from keras_dist_ext.tuner.records import TrialRecord
+from keras_dist_ext.tuner.screening import Screening, ScreeningResult
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -162,6 +166,68 @@ def test_metrics_without_the_objective_are_the_workers_error_and_the_chief_conti
         assert worker.create_trial("tuner0").status == TrialStatus.RUNNING
 
 
+class Patient(keras_tuner.Oracle):
+    """An oracle of the user's own that proposes a trial when the one before has ended."""
+
+    def populate_space(self, trial_id):
+        if len(self.trials) >= 2:
+            return {"status": TrialStatus.STOPPED, "values": None}
+        if self.ongoing_trials:
+            return {"status": TrialStatus.IDLE, "values": None}
+        return {"status": TrialStatus.RUNNING, "values": {"units": int(trial_id)}}
+
+
+def own_oracle_in(folder, kind):
+    oracle = kind(objective=OBJECTIVE)
+    oracle.verbose = 0
+    oracle._set_project_dir(str(folder), "project")
+    return oracle
+
+
+def test_a_worker_for_which_there_is_no_trial_yet_asks_until_there_is_one(tmp_path):
+    with Served(own_oracle_in(tmp_path, Patient)) as served, ThreadPoolExecutor(1) as threads:
+        worker, other = served.worker("tuner0"), served.worker("tuner1")
+        trial = worker.create_trial("tuner0")
+        waiting = threads.submit(other.create_trial, "tuner1")
+        time.sleep(0.1)
+        assert not waiting.done()
+        complete(worker, trial)
+        complete(other, waiting.result(30))
+        assert [one.create_trial(one.tuner_id).status for one in (worker, other)] == [TrialStatus.STOPPED] * 2
+        served.wait()
+    assert served.error is None
+    assert served.oracle.end_order == [trial.trial_id for trial in served.oracle.trials.values()]
+    assert len(served.oracle.end_order) == 2
+
+
+def test_an_oracle_that_fails_to_propose_ends_the_search_for_all_with_its_error(tmp_path):
+    class Failing(keras_tuner.Oracle):
+        def populate_space(self, trial_id):
+            raise ZeroDivisionError("a bug in populate_space")
+
+    with Served(own_oracle_in(tmp_path, Failing)) as served:
+        assert served.worker("tuner0").create_trial("tuner0").status == TrialStatus.STOPPED
+        assert served.server.create_trial("tuner1", 1, 1, 0, 1)["status"] == TrialStatus.STOPPED
+        served.wait()
+    assert isinstance(served.error, ZeroDivisionError)
+    assert str(served.error) == "a bug in populate_space"
+
+
+def test_numbers_of_numpy_reach_the_chief(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=1)) as served:
+        worker = served.worker()
+        trial = worker.create_trial("tuner0")
+        worker.update_trial(trial.trial_id, {"score": np.float32(0.5)}, step=np.int64(3))
+    assert served.oracle.trials["0"].metrics.get_best_value("score") == 0.5
+
+
+def test_a_workers_oracle_has_what_the_chiefs_has(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=5, tune_new_entries=False, allow_new_entries=False)) as served:
+        worker = served.worker()
+        assert (worker.max_trials, worker.tune_new_entries, worker.allow_new_entries) == (5, False, False)
+        assert worker.objective == OBJECTIVE
+
+
 # Calls of the supervisor.
 
 
@@ -174,6 +240,20 @@ def test_a_trial_that_is_ended_as_failed_has_the_reason_and_is_not_retried(tmp_p
         assert served.worker("tuner0", start=2).create_trial("tuner0").trial_id == "1"
     assert served.closed == {"0": "killed twice"}
     assert (served.oracle.trials["0"].status, served.oracle.trials["0"].message) == ("FAILED", "killed twice")
+
+
+def test_a_worker_without_a_trial_has_none_to_end_as_failed(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=1)) as served:
+        served.call("fail_trial", tuner_id="tuner0", reason="killed twice")
+    assert (served.closed, served.oracle.trials) == ({}, {})
+
+
+def test_a_process_that_another_has_replaced_gets_no_trial(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=4)) as served:
+        trial = served.worker(start=2).create_trial("tuner0")
+        old = {"start": 1, "trial_number": 2, "worker_index": 0, "num_workers": 1}
+        assert served.call("create_trial", tuner_id="tuner0", **old) is None
+        assert list(served.oracle.trials) == [trial.trial_id]
 
 
 def test_a_search_does_not_wait_for_a_removed_worker(tmp_path):
@@ -297,6 +377,29 @@ def test_one_of_the_workers_measures_and_all_continue_with_the_remaining_strateg
     assert measured == [1]
 
 
+def test_a_worker_that_measures_for_long_renews_its_lease_and_no_failure_to_do_so_ends_it(monkeypatch):
+    class Oracle:
+        def request_screening(self, **request):
+            requests.append(request)
+            if request["measures"]:
+                renewed.set()
+            return {"may_measure": True} if not finished else {"result": finished[0]}
+
+        def finish_screening(self, result):
+            finished.append(result)
+
+    def measure():
+        assert renewed.wait(30)
+        return ScreeningResult(("a",), {}, {"a": 1.0})
+
+    monkeypatch.setattr("keras_dist_ext.tuner.processes.screening_lease._RENEW_SECONDS", 0.01)
+    requests, finished, renewed = [], [], threading.Event()
+    screen_on_one_worker(Oracle(), measure)
+    assert requests[0] == {"measures": False}
+    assert {"measures": True, "once": True} in requests
+    assert finished[0]["survivors"] == ("a",)
+
+
 def test_a_removed_worker_does_not_measure_anymore(tmp_path):
     lease = ScreeningLease(tmp_path, lambda _: None, workers_live=False)
     with Served(oracle_in(tmp_path, max_trials=1), lease) as served:
@@ -333,6 +436,16 @@ def test_a_group_gets_one_trial_and_the_next_starts_when_all_have_ended_it(tmp_p
         assert [worker.create_trial("tuner0").status for worker in group] == ["STOPPED"] * 2
         served.wait()
     assert [trial.score for trial in served.oracle.trials.values()] == [1.0] * 3  # the first alone reports
+
+
+def test_hyperparameters_are_reported_by_the_first_of_a_group_alone(tmp_path):
+    with Served(oracle_in(tmp_path, max_trials=1)) as served:
+        group = [served.worker(worker_index=worker_index, num_workers=2) for worker_index in (0, 1)]
+        for name, worker in zip(("mine", "of the other"), group, strict=True):
+            found = keras_tuner.HyperParameters()
+            found.Int(name, 1, 5)
+            worker.update_space(found)
+        assert [hp.name for hp in served.oracle.get_space().space] == ["units", "rate", "mine"]
 
 
 def test_a_trial_that_fails_on_all_of_a_group_has_failed_and_the_group_continues(tmp_path):
@@ -372,6 +485,35 @@ def test_the_chief_listens_only_on_its_address_and_no_other_process_can_share_it
         assert [c.laddr.ip.removeprefix("::ffff:") for c in listening] == ["127.0.0.1"]
         with pytest.raises(LaunchError, match=f"The chief of the search cannot listen on 127.0.0.1:{port}"):
             OracleServer(served.oracle, served.address, lambda *_: None)
+
+
+def test_an_old_grpc_that_says_nothing_of_a_port_it_cannot_open_is_no_chief(tmp_path, monkeypatch):
+    old = types.SimpleNamespace(add_generic_rpc_handlers=lambda _: None, add_insecure_port=lambda _: 0)
+    monkeypatch.setattr("grpc.server", lambda *_, **__: old)
+    with pytest.raises(LaunchError, match=r"cannot listen on 127.0.0.1:1 \(gRPC gives no reason\), so no worker would"):
+        OracleServer(oracle_in(tmp_path, max_trials=1), "127.0.0.1:1", lambda *_: None)
+
+
+def test_a_worker_that_was_started_by_others_waits_until_a_busy_chief_has_ended(tmp_path, monkeypatch):
+    """Then it goes on with what the chief has saved."""
+    oracle = oracle_in(tmp_path, max_trials=5)
+    worker = RemoteOracle(oracle, ProcessRole("tuner0", "127.0.0.1:9"))
+    ended = oracle_in(tmp_path, max_trials=5)
+    ended.create_trial("tuner0")
+    ended.save()
+    answers = iter([Unreachable("busy", is_busy=True), {}, Unreachable("gone", is_busy=False)])
+
+    def call(self, method):
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Channel, "call", call)
+    monkeypatch.setattr(RemoteOracle, "POLL_SECONDS", 0.0)
+    assert worker.local() is oracle
+    assert list(oracle.trials) == ["0"]
+    assert list(answers) == []
 
 
 def test_a_chief_that_does_not_answer_is_an_error_at_the_first_attempt_that_ends_too_late(monkeypatch):
@@ -481,3 +623,72 @@ def test_files_are_complete_even_if_writing_fails_in_the_middle(tmp_path):
     with pytest.raises(TypeError):
         oracle.save()
     assert (tmp_path / "project" / "oracle.json").read_text() == before
+
+
+# How processes enter a search.
+
+
+class Tuner:
+    """What is needed of a tuner."""
+
+    def __init__(self, folder, oracle, screening=None):
+        self.oracle, self.project_dir, self.screening = oracle, str(folder), screening
+        self.num_saves = 0
+
+    def get_trial_dir(self, trial_id):
+        folder = os.path.join(self.project_dir, f"trial_{trial_id}")
+        os.makedirs(folder, exist_ok=True)
+        return folder
+
+    def save(self):
+        self.num_saves += 1
+
+
+def test_a_chief_serves_a_search_with_its_screening_and_records_why_a_trial_has_lost_its_worker(tmp_path, monkeypatch):
+    monkeypatch.setattr(role_entry, "_has_searched", False)
+    oracle = oracle_in(tmp_path, max_trials=2)
+    oracle.hyperparameters.Choice("distribution_strategy", ["a", "b"])
+    tuner = Tuner(tmp_path, oracle, Screening())
+    with cluster(1, 0) as (task,), ThreadPoolExecutor(1) as threads:
+        role = ProcessRole("chief", task.address, start=1)
+        ended = threads.submit(role_entry.run_search, tuner, role, None, verbose=0)
+        worker = RemoteOracle(oracle, ProcessRole("tuner0", task.address, start=1))
+        screen_on_one_worker(worker, lambda: ScreeningResult(("b",), {"a": "slow"}, {"b": 1.0}))
+        trial = worker.create_trial("tuner0")
+        assert trial.hyperparameters.get("distribution_strategy") == "b"
+        worker._channel.call("fail_trial", tuner_id="tuner0", reason="killed twice\nTraceback")
+        worker.abort("the test is over")
+        with pytest.raises(SearchEnded, match="the test is over"):
+            ended.result(30)
+    record = TrialRecord.load(tuner.get_trial_dir(trial.trial_id))
+    assert record.failure == Failure("worker lost", "killed twice")
+    assert (record.strategy, record.values) == ("b", trial.hyperparameters.values)
+    assert tuner.num_saves == 1
+
+
+def test_a_second_search_of_a_program_is_refused_where_its_workers_have_exited(tmp_path, monkeypatch):
+    monkeypatch.setattr(role_entry, "_has_searched", True)
+    tuner = Tuner(tmp_path, oracle_in(tmp_path, max_trials=2))
+    with pytest.raises(LaunchError, match="This program starts a second search, but its workers have exited after the"):
+        role_entry.run_search(tuner, ProcessRole("chief", "127.0.0.1:9", start=1), None)
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_an_error_outside_of_a_trial_is_the_workers_and_our_launchers_search_ends_with_it(start, monkeypatch):
+    def run(x, **options):
+        assert (x, options) == (1, {"epochs": 2})
+        raise ZeroDivisionError("a bug in the user's tuner")
+
+    def abort(reason):
+        reasons.append(reason)
+        raise LaunchError("the chief has ended, too")
+
+    reasons = []
+    tuner = Tuner("", types.SimpleNamespace(abort=abort))
+    role = ProcessRole("tuner0", "127.0.0.1:9", start=start)
+    with pytest.raises(ZeroDivisionError):
+        role_entry.run_search(tuner, role, run, 1, epochs=2)
+    assert len(reasons) == start
+    if start:
+        assert reasons[0].startswith("tuner0 raised an error outside of a trial:\nTraceback (most recent call last):\n")
+        assert reasons[0].rstrip().endswith("ZeroDivisionError: a bug in the user's tuner")

@@ -1,5 +1,7 @@
 """Search in several processes: which die, what happens to their trials, and that the search ends as it should."""
 
+import contextlib
+import importlib
 import io
 import json
 import os
@@ -22,6 +24,8 @@ from launching import environ_with, processes_with, script, wait_until
 from keras_dist_ext.cli import main
 from keras_dist_ext.cluster.local_host import LocalHost
 from keras_dist_ext.cluster.placing import Placing
+from keras_dist_ext.cluster.ray_cluster import RayCluster
+from keras_dist_ext.cluster.signals import Interrupted
 from keras_dist_ext.cluster.tasks import cluster
 from keras_dist_ext.errors import LaunchError
 from keras_dist_ext.tuner.processes.launch_search import launch_search
@@ -32,6 +36,7 @@ from keras_dist_ext.tuner.processes.supervisor import Limits, Supervisor
 from keras_dist_ext.tuner.processes.worker_group import Output, WorkerGroup
 from keras_dist_ext.tuner.screening import ScreeningResult
 
+launch_search_module = importlib.import_module("keras_dist_ext.tuner.processes.launch_search")
 pytestmark = [
     pytest.mark.multiworker,
     pytest.mark.timeout(240),
@@ -264,6 +269,32 @@ def test_a_program_without_a_search_is_an_error(tmp_path, capfd):
     shown = capfd.readouterr().out
     assert "[chief] trains" in shown
     assert "The chief exited without a search: its program must call the tuner's `search`." in shown
+
+
+def test_a_function_without_a_search_raises(tmp_path):
+    shown = io.StringIO()
+    with pytest.raises(LaunchError, match="^The chief exited without a search: its program must call the tuner's"):
+        launch_search(light_search.is_first, 1, args=(str(tmp_path),), stream=shown)
+
+
+@pytest.mark.parametrize(("signals", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_that_comes_while_ray_is_connected_to_ends_the_search(signals, exit_code, monkeypatch):
+    @contextlib.contextmanager
+    def connecting(on):
+        raise Interrupted(signals)
+        yield
+
+    monkeypatch.setattr(launch_search_module, "_ray_places", connecting)
+    shown = io.StringIO()
+    result = launch_search(["true"], 1, on=RayCluster(), stream=shown)
+    assert (result.exit_code, result.deaths) == (exit_code, ())
+    assert shown.getvalue() == f"launch: {signals.name} ended the launch.\n"
+
+
+def test_on_ray_the_chief_has_the_address_of_its_node_and_no_other(monkeypatch):
+    monkeypatch.setenv("KERASTUNER_ORACLE_IP", "10.0.0.1")
+    with pytest.raises(LaunchError, match="^KERASTUNER_ORACLE_IP cannot be set on Ray, where the chief listens on the"):
+        launch_search(["true"], 1, on=RayCluster())
 
 
 def test_a_program_that_fails_before_it_searches_gives_its_traceback_and_exit_code(tmp_path, capfd):

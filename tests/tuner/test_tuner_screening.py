@@ -14,8 +14,10 @@ import keras_dist_ext as kde
 from keras_dist_ext.tuner.benchmark_log import BenchmarkLog
 from keras_dist_ext.tuner.coupled import CoupledValues
 from keras_dist_ext.tuner.model_benchmark import ModelBenchmark
+from keras_dist_ext.tuner.processes.process_role import ProcessRole
 from keras_dist_ext.tuner.processes.screening_lease import ScreeningLease
 from keras_dist_ext.tuner.screening import Screening, ScreeningResult, screen_strategies
+from keras_dist_ext.tuner.search_screening import check_screening, default_of_strategy, screen_once
 
 pytestmark = pytest.mark.filterwarnings("ignore:strategies. 'mirrored.9.' cannot be made here")
 SCREENING = Screening(seconds=0.05, samples=3, rungs=1)
@@ -126,6 +128,55 @@ def test_an_exception_in_a_benchmark_is_not_a_crash(tmp_path: pathlib.Path) -> N
         with pytest.raises(KeyError):
             screen_strategies(SCREENING, ["a"], start, BenchmarkLog(tmp_path))
     assert json.loads((tmp_path / "screening_log.json").read_text()) == {"running": None, "crashes": {}}
+
+
+def test_a_strategy_that_cannot_train_on_is_dropped_and_the_one_that_is_left_is_measured_to_the_end() -> None:
+    class Filling(Fixed):
+        def run(self, seconds: float) -> float:
+            ran.append(self.name)
+            if self.name == "slow" and len(ran) > 3:
+                raise MemoryError("OOM when allocating")
+            return super().run(seconds)
+
+    ran: list[str] = []
+    result = screen_strategies(Screening(seconds=0.05, samples=3, rungs=2), ["fast", "slow"], Filling)
+    assert result == ScreeningResult(
+        ("fast",), {"slow": "out of memory: MemoryError: OOM when allocating"}, {"fast": 100.0}
+    )
+    assert ran == ["fast", "slow", "slow", "fast", "fast"] or ran.count("fast") == 3
+
+
+def test_workers_that_run_each_trial_together_do_not_screen(tmp_path: pathlib.Path) -> None:
+    role = ProcessRole("tuner0", "127.0.0.1:4000", worker_index=1, num_workers=2)
+    with pytest.raises(kde.TunerError, match="measures strategies in one process, and 2 processes run each trial of"):
+        check_screening(keras_tuner.oracles.RandomSearchOracle(), tmp_path, role)
+
+
+def test_a_worker_screens_where_the_chief_lets_it_and_reports_the_result(tmp_path: pathlib.Path) -> None:
+    class Oracle:
+        def request_screening(self, *, measures: bool, once: bool = False) -> Any:
+            return {"result": results[0]} if results else {"may_measure": True}
+
+        def finish_screening(self, result: Any) -> None:
+            results.append(result)
+
+    results: list[Any] = []
+    role = ProcessRole("tuner0", "127.0.0.1:4000", start=1)
+    screen_once(SCREENING, ["fast", "slow"], Fixed, Oracle(), tmp_path, role)
+    assert [result["survivors"] for result in results] == [("fast",)]
+    assert ScreeningResult.load(tmp_path) is None, "the chief saves it"
+
+
+def test_the_defaults_of_a_strategy_are_those_of_its_own_hyperparameters(tmp_path: pathlib.Path) -> None:
+    hp = keras_tuner.HyperParameters()
+    hp.Choice("distribution_strategy", ["one_device", "mirrored(2)"])
+    for name, least in (("one_device", 1), ("mirrored(2)", 10)):
+        with hp.conditional_scope("distribution_strategy", [name]):
+            hp.Int(f"batches of {name}", least, 20)
+    oracle = keras_tuner.oracles.RandomSearchOracle(objective="val_loss", hyperparameters=hp)
+    oracle._set_project_dir(str(tmp_path), "project")
+    found = default_of_strategy(oracle, "mirrored(2)").values
+    assert found == {"distribution_strategy": "mirrored(2)", "batches of mirrored(2)": 10}
 
 
 # One worker measures for all

@@ -48,6 +48,7 @@ def test_the_launchers_interpreter_becomes_that_of_the_node(agent):
     assert printed(all_reports(agent)) == f"{sys.executable} mine {os.environ['HOME']}\n"
 
 
+@pytest.mark.slow
 def test_another_program_runs_as_it_is_named(agent):
     agent.start("worker 0", ["sh", "-c", "exit 3"], {}, sys.executable)
     assert all_reports(agent)[-1].state[:2] == (3, 3)
@@ -59,6 +60,7 @@ def test_what_a_function_returned_is_there_when_it_has_ended(agent):
     assert read_value(agent.call("value")) == 1.5
 
 
+@pytest.mark.slow
 def test_a_report_waits_for_the_first_output_and_no_longer_than_it_may(agent):
     python(agent, "import os, time; time.sleep(0.3); os.write(1, b'a step'); time.sleep(60)")
     assert agent.report(0.0).data == b""
@@ -74,6 +76,7 @@ def test_after_the_last_output_a_report_waits_for_the_end(agent):
     assert (report.data, report.is_at_end, report.state.exit_code) == (b"", True, 4)
 
 
+@pytest.mark.slow
 def test_a_process_that_prints_no_more_but_runs_on_holds_up_no_report(agent):
     python(agent, "import os, time; os.close(1); os.close(2); time.sleep(60)")
     wait_until(lambda: agent.report(0.05).is_at_end)
@@ -82,6 +85,7 @@ def test_a_process_that_prints_no_more_but_runs_on_holds_up_no_report(agent):
     assert 0.1 <= time.monotonic() - began < 5.0
 
 
+@pytest.mark.slow
 def test_much_output_comes_in_several_reports_that_are_small(agent):
     python(agent, "print('x' * 500_000)")
     reports = all_reports(agent)
@@ -89,6 +93,7 @@ def test_much_output_comes_in_several_reports_that_are_small(agent):
     assert max(len(report.data) for report in reports) < 100 * 1024
 
 
+@pytest.mark.slow
 def test_what_a_process_has_started_ends_with_its_agent_though_it_has_left_its_session_and_environment(temporary):
     agent = Agent()
     start = "subprocess.Popen(['sleep', '60'], env={}, start_new_session=True)"

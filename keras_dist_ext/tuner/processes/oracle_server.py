@@ -147,9 +147,9 @@ class OracleServer:
         return self._lease.request(tuner_id, measures=measures)
 
     def finish_screening(self, result: JsonObject) -> None:
-        """Take the result of the screening."""
-        if self._lease is not None:
-            self._lease.finish(result)
+        """Take the result of the screening, of a worker that was told to measure."""
+        assert self._lease is not None
+        self._lease.finish(result)
 
     def create_trial(
         self, tuner_id: str, start: int, trial_number: int, worker_index: int, num_workers: int
