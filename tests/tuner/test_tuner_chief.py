@@ -692,3 +692,12 @@ def test_an_error_outside_of_a_trial_is_the_workers_and_our_launchers_search_end
     if start:
         assert reasons[0].startswith("tuner0 raised an error outside of a trial:\nTraceback (most recent call last):\n")
         assert reasons[0].rstrip().endswith("ZeroDivisionError: a bug in the user's tuner")
+
+
+def test_a_worker_of_our_launcher_exits_after_its_search_and_another_goes_on_with_what_the_chief_has_saved():
+    tuner = Tuner("", types.SimpleNamespace(local=lambda: "what the chief has saved"))
+    with pytest.raises(SystemExit) as caught:
+        role_entry.run_search(tuner, ProcessRole("tuner0", "127.0.0.1:9", start=1), lambda: None)
+    assert caught.value.code == 0
+    role_entry.run_search(tuner, ProcessRole("tuner0", "127.0.0.1:9"), lambda: None)
+    assert tuner.oracle == "what the chief has saved"

@@ -209,6 +209,43 @@ def test_the_time_limit_says_what_each_process_was_doing(monkeypatch):
     )
 
 
+def test_the_time_limit_without_a_place_for_the_chief_says_what_it_waits_for(monkeypatch):
+    search = Search(monkeypatch, deadline=time.monotonic() - 1.0)
+    search.chief.waits_for = "Ray has no room for 1 process of 1 CPU"
+    failure = search.run()
+    assert failure is not None
+    assert (failure.exit_code, failure.reason) == (
+        124,
+        "The time limit passed before anything could start. Ray has no room for 1 process of 1 CPU.",
+    )
+
+
+@pytest.mark.parametrize("answer", [None, Unreachable("no answer", is_busy=True)])
+def test_a_worker_that_finds_no_place_says_so_and_leaves_its_trial_to_others(answer, monkeypatch):
+    shown = []
+    search = Search(monkeypatch, 2)
+    search.supervisor._show_line = shown.append
+    search.answers["release_trial"] = answer
+    missing = ["Ray has no room"]
+    search.workers[1].missing_place = lambda: missing.pop() if missing and search.workers[1].is_active else ""
+    early = ["Ray has no room for it"]
+    search.chief.missing_place = lambda: early.pop() if early else ""
+    search.chief.script = iter([nothing] * 5 + [search.chief.exit])
+    assert search.run() is None
+    assert shown == ["chief has no place yet. Ray has no room for it.", "tuner 1 has no place yet. Ray has no room."]
+    assert [request for request in search.asked if request[0] == "release_trial"] == [("release_trial", "tuner1")]
+
+
+def test_what_a_worker_said_before_it_died_goes_with_the_cause(monkeypatch):
+    search = Search(monkeypatch)
+    search.answers["worker_state"] = search.state(trial_id="4", message="ValueError: of one of its group")
+    search.chief.script = iter([nothing, nothing, search.workers[0].die, nothing, search.chief.exit])
+    assert search.run() is None
+    assert [death.cause for death in search.supervisor.deaths] == [
+        "tuner 0 failed with SIGKILL.\nValueError: of one of its group"
+    ]
+
+
 # The processes of a worker.
 
 
