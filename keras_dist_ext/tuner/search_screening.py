@@ -76,9 +76,9 @@ def screen_once(
 def default_of_strategy(oracle: keras_tuner.Oracle, name: str) -> keras_tuner.HyperParameters:
     """Return the default hyperparameters of a search under a strategy."""
     hp = oracle.get_space()
-    hp.values[HYPERPARAMETER] = name
-    for one in hp.space:  # keras-tuner would draw those that are conditional on the strategy
-        if hp.is_active(one):
-            hp.values.setdefault(one.name, one.default)
-    hp.ensure_active_values()
+    given = [hp.values.get(one.name, one.default) if hp.is_active(one) else one.default for one in hp.space]
+    hp.values = {HYPERPARAMETER: name}
+    for one, value in zip(hp.space, given, strict=True):
+        if hp.is_active(one):  # of several of one name, that of the strategy; keras-tuner would draw its value
+            hp.values.setdefault(one.name, value)
     return hp

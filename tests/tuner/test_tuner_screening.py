@@ -167,16 +167,26 @@ def test_a_worker_screens_where_the_chief_lets_it_and_reports_the_result(tmp_pat
     assert ScreeningResult.load(tmp_path) is None, "the chief saves it"
 
 
-def test_the_defaults_of_a_strategy_are_those_of_its_own_hyperparameters(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("name", ["one_device", "mirrored(2)"])
+def test_the_defaults_of_a_strategy_are_those_of_its_own_hyperparameters(name: str, tmp_path: pathlib.Path) -> None:
+    """Also where a name stands for another one under each strategy."""
     hp = keras_tuner.HyperParameters()
     hp.Choice("distribution_strategy", ["one_device", "mirrored(2)"])
-    for name, least in (("one_device", 1), ("mirrored(2)", 10)):
-        with hp.conditional_scope("distribution_strategy", [name]):
-            hp.Int(f"batches of {name}", least, 20)
+    hp.Int("units", 1, 9)
+    least = {"one_device": 100, "mirrored(2)": 2000}
+    for strategy in least:
+        with hp.conditional_scope("distribution_strategy", [strategy]):
+            hp.Int("examples", least[strategy], 9000)
+            hp.Boolean(f"only under {strategy}")
+    hp.values["units"] = 5  # as a user may give it
     oracle = keras_tuner.oracles.RandomSearchOracle(objective="val_loss", hyperparameters=hp)
     oracle._set_project_dir(str(tmp_path), "project")
-    found = default_of_strategy(oracle, "mirrored(2)").values
-    assert found == {"distribution_strategy": "mirrored(2)", "batches of mirrored(2)": 10}
+    assert default_of_strategy(oracle, name).values == {
+        "distribution_strategy": name,
+        "units": 5,
+        "examples": least[name],
+        f"only under {name}": False,
+    }
 
 
 # One worker measures for all
