@@ -1352,7 +1352,7 @@ def test_a_batch_that_a_model_does_not_take_is_known_when_it_is_built() -> None:
 
 def test_gradients_accumulate_though_the_learning_rate_stays() -> None:
     model = kde.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.compile(keras.optimizers.SGD(_rate), "mse")  # which could not be scaled
     apply_coupled(model, CoupledValues(accumulation=4))
     assert model.optimizer.gradient_accumulation_steps == 4
     assert rate_of(model) == pytest.approx(0.1)

@@ -182,7 +182,7 @@ def test_a_chief_that_does_not_answer_is_busy_has_no_more_trials_or_was_killed(i
 
     def state():
         if is_killed and not search.supervisor.deaths:
-            search.chief.script = iter([nothing, search.chief.die, *[nothing] * 3, search.chief.exit])
+            search.chief.script = iter([search.chief.die, *[nothing] * 3, search.chief.exit])
         return next(answers, search.state())
 
     search.answers["worker_state"] = state

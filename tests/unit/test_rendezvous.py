@@ -7,6 +7,7 @@ import json
 import socket
 import struct
 import threading
+import time
 
 import pytest
 from launching import wait_until
@@ -149,6 +150,22 @@ def test_strangers_at_the_port_of_the_first_worker_are_not_in_the_way(workers, d
     for connection in other:
         connection.close()
     assert (first.end(), second.end()) == ("", "")
+
+
+def test_a_program_without_a_rendezvous_counts_once_however_much_it_sends(workers):
+    """TensorFlow's client, which cannot say which worker it is."""
+    with cluster(1, 0) as (third,):
+        addresses = (*workers[0].worker, third.address)
+        three = [Cluster("TF_CONFIG", worker=addresses, task_type="worker", task_index=index) for index in (0, 1)]
+        first = Waiting(three[0])
+        with connected_to(three[0]) as client:
+            for part in (b"PRI * HTTP/2.0\r\n", b"\r\nSM\r\n\r\n"):
+                client.sendall(part)
+                time.sleep(0.3)
+            assert first.waits, "one of the other two is missing"
+            second = Waiting(three[1])
+            assert client.recv(1000) == b"\n", "all are released"
+        assert (first.end(), second.end()) == ("", "")
 
 
 def test_what_others_still_send_when_all_are_there_is_read_to_its_end(workers):

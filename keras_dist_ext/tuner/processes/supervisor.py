@@ -130,7 +130,8 @@ class Supervisor:
                 try:
                     self._check_workers()
                 except Unreachable as error:
-                    self._handle_unreachable(error)
+                    if not error.is_busy:  # it has no more trials; or it was killed, which the next look shows
+                        self._state = _Chief.DONE
 
     @property
     def _groups(self) -> list[WorkerGroup]:
@@ -214,15 +215,6 @@ class Supervisor:
                 worker.has_exited = False
                 worker.group.begin()
         return None
-
-    def _handle_unreachable(self, error: Unreachable) -> None:
-        """Find out why the chief does not answer: it was killed, is busy, or has no more trials."""
-        if error.is_busy:
-            return
-        self._pump()
-        self._pump()
-        if not self._chief.has_failed:
-            self._state = _Chief.DONE
 
     # The workers
 
