@@ -11,12 +11,12 @@ import platform
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
 
+from keras_dist_ext import __version__
 from keras_dist_ext._keras import keras, tree
 from keras_dist_ext._keras.layers import flat_layers
 from keras_dist_ext._keras.models import compile_arguments
@@ -71,7 +71,7 @@ def run_fingerprint(
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "TensorFlow": tf.__version__,
         "Keras": keras.__version__,
-        "keras_dist_ext": _own_version(),
+        "keras_dist_ext": __version__,
         "strategy": f"{type(model.distribute_strategy).__name__} of "
         f"{counted(model.distribute_strategy.num_replicas_in_sync, 'replica')}",
         "replicas": str(num_replicas_of(model)),
@@ -160,15 +160,6 @@ def data_fingerprint(spec: object, num_batches: int | None, *, own_rows: bool) -
         "part of a batch": [f"{'/'.join(map(str, path)) or 'x'}: {_shape_of(leaf)}" for path, leaf in leaves],
         "number of batches": "any" if own_rows else "unknown" if num_batches is None else str(num_batches),
     }
-
-
-def _own_version() -> str:
-    try:
-        return version("keras_dist_ext")
-    except PackageNotFoundError:
-        from keras_dist_ext import __version__
-
-        return __version__
 
 
 def _layer(layer: keras.Layer | keras.losses.Loss) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import pathlib
@@ -14,6 +15,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,7 +35,7 @@ from keras_dist_ext.cluster import rendezvous
 from keras_dist_ext.cluster.launch import launch
 from keras_dist_ext.cluster.spec import Cluster
 from keras_dist_ext.cluster.tasks import cluster
-from keras_dist_ext.strategy import deadlock, key_value, prompt_exit
+from keras_dist_ext.strategy import deadlock, key_value, presence, prompt_exit
 from keras_dist_ext.strategy.consistency import check_consistency, data_fingerprint, differences, run_fingerprint
 from keras_dist_ext.training.resume.checkpoints import CheckpointStore, unpack
 from keras_dist_ext.training.run_callback import callbacks_of_all_workers
@@ -444,6 +446,16 @@ def test_what_compile_was_given_on_one_worker_only_is_named(argument: str, value
     assert f"{argument} is {value} on worker 1, and {other} on worker 0" in found
 
 
+def test_losses_of_several_outputs_are_named_one_by_one() -> None:
+    def fingerprint(*losses: Any) -> Any:
+        model = kde.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", list(losses))
+        return run_fingerprint(model, {}, [])
+
+    found = differences([fingerprint("mse", keras.losses.mean_absolute_error), fingerprint("mse", "mape")])
+    assert "loss is mse, mape on worker 1, and mse, mean_absolute_error on worker 0" in found
+
+
 def test_of_lists_the_first_part_that_differs_is_named() -> None:
     def fingerprint(*weights: str) -> Any:
         return {"weight": list(weights)}
@@ -467,6 +479,9 @@ def test_data_of_another_length_or_shape_differs_but_for_rows_of_ones_own() -> N
         "number of batches is 7 on worker 1, and 8 on worker 0",
     ]
     assert differences([data_fingerprint(spec, n, own_rows=True) for n in (8, 7)]) == []
+    assert differences([data_fingerprint((*spec, last), 8, own_rows=False) for last in (None, spec[1])]) == [
+        "part of a batch 3 is 2: float32 (None, 1) on worker 1, and 2: none on worker 0"
+    ]
 
 
 def test_workers_that_are_not_alike_all_get_the_same_error() -> None:
@@ -496,6 +511,23 @@ def test_a_worker_that_does_not_come_is_named_once_it_is_late_and_in_the_end() -
         pytest.raises(kde.WorkersError, match="workers 1, 2 did not arrive within 100 s: .*pick_strategy.wait_seconds"),
     ):
         check_consistency(Stores().of(0, 3), "run/1", {}, what="call fit", wait_seconds=100, clock=lambda: next(now))
+
+
+def test_only_those_who_have_not_come_yet_are_waited_for() -> None:
+    stores = Stores()
+    stores.of(1, 3).set("run/1", "{}")
+    now = iter(range(100))
+
+    def look() -> None:
+        if next(now) == 3:  # the last one comes
+            stores.of(2, 3).set("run/1", "{}")
+
+    asked: list[int] = []
+    store = stores.of(0, 3)
+    get = store.get
+    store.get = lambda topic, worker, seconds: (asked.append(worker), get(topic, worker, seconds))[1]  # type: ignore[method-assign]
+    check_consistency(store, "run/1", {}, what="call fit", wait_seconds=100, clock=lambda: 0.0, look=look)
+    assert asked == [1, 2, 2, 2, 2]
 
 
 @pytest.fixture
@@ -539,6 +571,97 @@ def test_workers_that_wait_at_different_places_are_told_where(watches: Any) -> N
     assert "worker 0 in steps 1 to 8 of training (test_failures.py:" in text
     assert "worker 1 in a worker sync (feed.evaluate) (test_failures.py:" in text
     assert aborted == [text, text]
+
+
+def test_a_wait_without_a_collective_ends_by_a_deadlock_too_and_says_whose_data_has_ended(watches: Any) -> None:
+    first, second, aborted, both = watches
+    over = threading.Event()
+
+    def train() -> None:
+        with second.waiting("steps 1 to 8 of training"):
+            assert second.note_steps(np.int64(3)) == 3
+            over.wait(60)
+
+    other = threading.Thread(target=train)
+    other.start()
+
+    def check() -> None:
+        with first.waiting("a check that all call fit alike"):
+            for _ in range(1000):
+                first.check()
+                time.sleep(0.05)
+
+    with pytest.raises(kde.WorkersError, match=r"worker 1 in steps 1 to 8 of training, without data after 3 of them"):
+        check()
+    assert both.wait(60)
+    over.set()
+    other.join()
+    assert aborted[0] == aborted[1]
+
+
+def test_a_wait_for_a_worker_without_a_sign_of_life_says_so(watches: Any) -> None:
+    first, _, aborted, _ = watches
+    first._store.silent = lambda: [1]
+
+    def wait_in_vain() -> None:
+        with first.waiting("step 1"):
+            wait_until(lambda: aborted)
+            raise tf.errors.InternalError(None, None, aborted[0])
+
+    with pytest.raises(kde.WorkersError, match=r"cannot continue: worker 1 sends no sign of life\. Look for"):
+        wait_in_vain()
+    assert first.presence.cause == "worker 1 sends no sign of life"
+
+
+def test_a_worker_that_waits_long_for_one_that_is_busy_says_where_that_one_is(
+    watches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, aborted, _ = watches
+    monkeypatch.setattr(deadlock, "_NOTICE_SECONDS", 0.2)
+    monkeypatch.setattr(presence, "_ANSWER_SECONDS", 0.1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with first.waiting("step 1"):  # and the other cannot even answer
+            wait_until(lambda: second._store.get_for_all("ask/0", 0.0) and first.presence._round == 1)
+            time.sleep(0.2)
+    assert not [str(one.message) for one in said if "keeps waiting" in str(one.message)]
+    monkeypatch.setattr(presence, "_ANSWER_SECONDS", 60.0)
+    answers = threading.Thread(
+        target=lambda: wait_until(lambda: second.presence._answer_once() or second.presence._round > 1)
+    )
+    answers.start()
+    busy = r"Worker 0 has waited 0.2 s in step 2 \(.*\): worker 1 is elsewhere in its program.*\. It keeps waiting\."
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with first.waiting("step 2"):
+            answers.join()
+            wait_until(lambda: said)
+    assert [str(one.message) for one in said if re.fullmatch(busy, str(one.message))]
+    assert aborted == []
+
+
+def test_workers_that_are_in_the_same_wait_for_long_are_left_to_it(watches: Any) -> None:
+    first, second, aborted, _ = watches
+    for watch in (first, second):
+        watch._publish(json.dumps([1, "step 1", f" (line {watch._store.index})"]))
+    first._read_others()
+    assert first._find_deadlock() is None
+    assert aborted == []
+
+
+def test_workers_that_meet_in_different_collectives_are_told_where_each_is(
+    watches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = watches
+    monkeypatch.setattr(deadlock, "_MET_SECONDS", 0.0)
+    error = tf.errors.InternalError(None, None, "Shape mismatch in the collective instance 3")
+    ours = r"^Worker 0 is in step 1 \(test_failures.py:\d+, .*\)"
+    with pytest.raises(kde.WorkersError, match=ours + ", and met another worker that"), first.waiting("step 1"):
+        raise error
+    second._store.set("met/2", "in a worker sync (main.py:3)")
+    both = ours + r", worker 1 is in a worker sync \(main.py:3\), and met another worker that is in another collective"
+    with pytest.raises(kde.WorkersError, match=both), first.waiting("step 1"):
+        raise error
 
 
 def test_a_wait_for_a_worker_that_has_ended_says_so(watches: Any) -> None:
@@ -834,6 +957,18 @@ def test_a_program_that_ends_while_the_first_worker_is_silent_asks_no_more(monke
     over.set()
 
 
+def test_a_program_that_ends_without_threads_still_asks_a_first_worker_that_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start_no_more(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start_no_more)
+    monkeypatch.setattr(key_value, "get_key", lambda name, seconds: f"{name} is known")
+    store = key_value.KeyValueStore({"worker": 2}, 1)  # whose first worker has answered all the time
+    assert store.get("place", 0, 0.0) == "keras_dist_ext/place/0 is known"
+
+
 def test_a_worker_whose_answer_was_stored_late_answers_the_next_question(
     watches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -863,6 +998,39 @@ def test_a_worker_that_is_asked_says_where_its_program_is(watches: Any, monkeypa
     with second.waiting("step 1"):
         assert re.match(r"is in step 1 \(test_failures.py:", first.presence.ask([1])[1])
     second.presence.end()
+
+
+def test_a_worker_that_is_asked_while_it_reads_its_data_says_so(watches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *_ = watches
+    monkeypatch.setattr(presence, "_READERS", __file__)  # stands for batch_reader.py
+    assert re.fullmatch(r"reads its data \(test_failures.py:\d+, test_.*\)", first.presence._place())
+
+
+def test_a_worker_says_no_last_word_to_a_first_worker_that_is_silent(watches: Any) -> None:
+    first, second, *_ = watches
+    second._store.is_silent = True
+    second.presence.end()
+    assert first.presence.end_of(1) is None
+
+
+def test_an_exception_that_nobody_catches_is_the_last_word_and_ctrl_c_keeps_its_exit_code(
+    watches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt: list[bool] = []
+    shown: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(kind))
+    monkeypatch.setattr(presence, "exit_promptly", lambda: prompt.append(True))
+    first, second, *_ = watches
+    gone = presence.Presence(first._store)
+    for one in (gone, second.presence):
+        presence._announce_failures(weakref.ref(one))
+    del gone, one
+    gc.collect()
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert (shown, prompt) == ([KeyboardInterrupt], [])
+    assert first.presence.end_of(1).what == "has failed with KeyboardInterrupt"
+    sys.excepthook(ValueError, ValueError(), None)
+    assert (shown, prompt) == ([KeyboardInterrupt, ValueError], [True])
 
 
 LOST = (
