@@ -44,6 +44,14 @@ MEANS = {
     "a sum of squared means": lambda x: ops.sum(ops.square(ops.mean(x, axis=0))),
     "a sum divided by the rows": lambda x: ops.sum(x) / num_rows(x),
     "a sum divided by tf.shape": lambda x: tf.reduce_sum(x) / tf.cast(tf.shape(x)[0], tf.float32),
+    "a sum divided by an unpacked size": lambda x: tf.reduce_sum(x) / tf.cast(tf.unstack(tf.shape(x))[0], tf.float32),
+    "a sum divided by a gathered size": lambda x: tf.reduce_sum(x) / tf.cast(tf.gather(tf.shape(x), 0), tf.float32),
+    "a sum divided by sliced sizes": lambda x: (
+        tf.reduce_sum(x) / tf.cast(tf.reduce_prod(tf.slice(tf.shape(x), [0], [-1])), tf.float32)
+    ),
+    "a mean divided by the size of a row": lambda x: (
+        tf.reduce_mean(x) / tf.cast(tf.reduce_prod(tf.slice(tf.shape(x), [1], [1])), tf.float32)
+    ),
     "a sum divided by the size": lambda x: ops.sum(x) / ops.cast(ops.size(x), "float32"),
     "a sum divided by tf.size": lambda x: tf.reduce_sum(x) / tf.cast(tf.size(x), tf.float32),
     "a sum times a mean, divided by the rows": lambda x: ops.sum(x) * ops.mean(x) / num_rows(x),
@@ -116,3 +124,11 @@ def test_a_sum_and_a_constant_count_as_a_sum():
 def test_what_cannot_be_told_counts_as_a_mean():
     assert in_graph(lambda x: tf.numpy_function(np.sum, [x], tf.float32)) == 0
     assert in_graph(lambda x: tf.while_loop(lambda i: i < 3.0, lambda i: i + 1.0, [tf.constant(0.0)])[0]) == 0
+    assert (
+        in_graph(
+            lambda x: ops.sum(
+                tf.identity(tf.matmul(*[tf.raw_ops.PlaceholderWithDefault(input=x, shape=[None, None])] * 2))
+            )
+        )
+        == 0
+    )
