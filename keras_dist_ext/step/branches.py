@@ -23,6 +23,7 @@ from keras_dist_ext._keras.tracing import capture_thread_state, clone_function, 
 from keras_dist_ext.aliases import Original, TensorNest, TracedFunction, UserFunction
 from keras_dist_ext.errors import LoopError
 from keras_dist_ext.step.distributed_model import DistributedModel
+from keras_dist_ext.step.nan_guard import StepGuard
 from keras_dist_ext.step.reducers import Reducer
 from keras_dist_ext.step.step_plan import StepPlan, Unplanned
 
@@ -43,15 +44,22 @@ class Branches:
         reducer: adds up over replicas.
         plan: says in which of them replicas add up; None where that is not known.
         examination: is called where each begins and ends, if the step is traced in a scratch graph.
+        guard: is to know what functions assign, if the step is guarded.
     """
 
     def __init__(
-        self, model: DistributedModel, reducer: Reducer, plan: StepPlan | None, examination: Examination | None
+        self,
+        model: DistributedModel,
+        reducer: Reducer,
+        plan: StepPlan | None,
+        examination: Examination | None,
+        guard: StepGuard | None,
     ) -> None:
         self._model = model
         self._reducer = reducer
         self._plan = plan
         self._examination = examination
+        self._guard = guard
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._functions: dict[
             int, tuple[TracedFunction, TracedFunction]
@@ -145,6 +153,9 @@ class Branches:
         if self._plan is not None and key in self._plan.inlined and self._reducer.num_replicas > 1:
             return (function.python_function if tf.executing_eagerly() else inlined(function))(*args, **kwargs)
         if not self._reducer.traces_functions_anew:
+            if self._guard is not None:
+                for variable in function.get_concrete_function(*args, **kwargs).variables:
+                    self._guard.note(variable)
             return original(function, *args, **kwargs)
         if id(function) not in self._functions:
             self._functions[id(function)] = (function, clone_function(function))

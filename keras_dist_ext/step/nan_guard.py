@@ -108,16 +108,12 @@ class StepGuard:
 
     def note(self, variable: Variable) -> None:
         """Take note, before a variable is assigned in the step, of what it holds."""
-        if id(variable) in self._before or (self._graph is None and not tf.executing_eagerly()):
-            return
         local = local_component(variable)
-        if not (local.dtype.is_floating or is_sync_on_read(variable)):
+        if id(local) in self._before or not (local.dtype.is_floating or is_sync_on_read(variable)):
             return
-        if self._graph is None:
-            self._before[id(variable)] = local, local.read_value()
-        else:
-            with self._graph.as_default():
-                self._before[id(variable)] = local, local.read_value()
+        # Perhaps this is in the graph of a function that the step calls, which holds no value for after it.
+        with tf.init_scope() if self._graph is None else self._graph.as_default():
+            self._before[id(local)] = local, local.read_value()
 
     def found(
         self,

@@ -113,7 +113,7 @@ class ReplicaStep:
         self._is_plain = options.plan is not None and options.plan.is_plain
         self.plain_calls: PlainCalls | None = None
         examination = self._observer if self._observer.examines else None
-        self._branches = Branches(model, reducer, options.plan, examination)
+        self._branches = Branches(model, reducer, options.plan, examination, options.guard)
 
     @property
     def num_replicas(self) -> int:

@@ -115,6 +115,47 @@ def test_a_step_that_is_skipped_has_never_been_on_any_replica(name: str, strateg
     ]
 
 
+class AssignsInFunction(kde.Model):
+    """A model whose state is assigned in a tf.function, which keeps its traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = keras.layers.BatchNormalization(), keras.layers.Dense(1)
+
+    def build(self, shape: Any) -> None:  # or Keras' own would trace the function where nothing is assigned
+        self.norm.build(shape)
+        self.head.build(shape)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.head(self.normalized(x, training))
+
+    @tf.function
+    def normalized(self, x: Any, training: bool) -> Any:
+        return self.norm(x, training=training)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_eager"),
+    rotating([("default", True), ("default", False), ("mirrored2", True)], (), slow=[("default", True)]),
+)
+def test_state_that_a_function_of_a_skipped_step_assigns_is_as_before_it(
+    kind: str, is_eager: bool, strategies: Any
+) -> None:
+    def run(data: Any) -> dict[str, Any]:
+        keras.utils.set_random_seed(3)
+        with strategies.get(kind).scope():
+            model = AssignsInFunction()
+            model.build((None, 4))
+            model.compile(keras.optimizers.SGD(0.01), "mse", run_eagerly=is_eager)
+        fit(model, (X[:BATCH], Y[:BATCH]))  # so that there is a trace already
+        found, _ = said_while(lambda: fit(model, data, kde.NonFinite("skip")))
+        return found
+
+    x, y = with_nan((1,))
+    expected, found = run((X[:BATCH], Y[:BATCH])), run((x[: 2 * BATCH], y[: 2 * BATCH]))
+    assert_same(expected, found)
+
+
 @pytest.mark.parametrize("steps_per_execution", rotating([1, 3], [3]))
 def test_an_error_names_replica_and_step_and_leaves_the_weights_of_the_step_before(
     steps_per_execution: int, mirrored: Any
