@@ -131,7 +131,8 @@ class AllRows:
     def _use(self) -> None:
         """Losses are added up over replicas through gathered rows, and numbers computed from these are of all rows."""
         if not self.is_used:
-            self.is_used = self._weights.has_gathered = True
+            self.is_used = True
+            self._weights.note_gathered()
             for leaf in tree.flatten(self._batch):
                 self.note_own(leaf)
 

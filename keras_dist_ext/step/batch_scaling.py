@@ -23,12 +23,15 @@ _SAME = {
 }  # fmt: skip
 _PARTS = {"GatherV2", "Slice", "StridedSlice", "Unpack"}
 _SUMS = {"Add", "AddN", "AddV2", "ConcatV2", "Maximum", "Minimum", "Pack", "SelectV2", "Sub", "Where"}
+_SPREAD = {"MirrorPad", "Pad", "PadV2", "Split", "SplitV", "Tile"}
+_REDUCTIONS = {"Max", "Mean", "Min", "Sum"}
 _PRODUCTS = {"Mul", "MulNoNan"}
 _QUOTIENTS = {"Div", "DivNoNan", "FloorDiv", "RealDiv"}
 _POWERS = {
     name: Fraction(power)
     for name, power in {"Square": 2.0, "Sqrt": 0.5, "Rsqrt": -0.5, "Inv": -1.0, "Reciprocal": -1.0}.items()
 }
+_DEEPEST = 50  # ops from a row on back: more of them would be too many calls in each other for Python
 
 
 def batch_exponent(value: tf.Tensor, means: Container[int] = ()) -> Fraction:
@@ -102,6 +105,7 @@ class _Reader:
         self._means = means
         self._measured = measured
         self._known: dict[int, Fraction | None] = {}
+        self._depth = 0
 
     def exponent(self, value: tf.Tensor) -> Fraction | None:
         if id(value) in self._means:
@@ -118,14 +122,31 @@ class _Reader:
 
     def _of_rows(self, value: tf.Tensor) -> Fraction | None:
         """One value a row: more rows do not change it, but for a factor that they share."""
-        op = value.op
+        self._depth += 1
+        try:
+            return self._factor(value.op) if self._depth <= _DEEPEST else Fraction(0)
+        finally:
+            self._depth -= 1
+
+    def _factor(self, op: tf.Operation) -> Fraction | None:
+        """The exponent of a factor that all rows share, as far as an op of rows hands it on."""
         if op.type in _PRODUCTS | _QUOTIENTS:
             return self._product(op)
         if op.type == "MatMul" and _sums_unknown_dimension(op):
             return None  # of unknown size is what is summed over and what is left: one of them are the rows
-        if op.type in _SAME and self.exponent(op.inputs[0]) is None:
+        given = op.inputs[1 if op.type == "Split" else 0] if op.inputs else None
+        if op.type in _SAME and self.exponent(given) is None:
             return None
-        return self.exponent(op.inputs[0]) if op.type in _SAME and _has_rows(op.inputs[0]) else Fraction(0)
+        if op.type in _SAME | _PARTS | _SPREAD | _REDUCTIONS and _has_rows(given):
+            return self.exponent(given)
+        if op.type in _POWERS and _has_rows(given):
+            inner = self.exponent(given)
+            return inner if inner is None else inner * _POWERS[op.type]
+        if op.type in _SUMS | {"SquaredDifference"}:
+            found = [self.exponent(i) for i in op.inputs if i.dtype.is_floating and not _is_zero(i)]
+            highest = max((one for one in found if one is not None), default=Fraction(0))
+            return 2 * highest if op.type == "SquaredDifference" else highest
+        return Fraction(0)
 
     def _of_op(self, value: tf.Tensor) -> Fraction | None:
         op = value.op
@@ -200,6 +221,11 @@ class _Reader:
 
 def _has_rows(value: tf.Tensor) -> bool:
     return value.shape.rank is not None and value.shape.rank > 0 and value.shape[0] is None
+
+
+def _is_zero(value: tf.Tensor) -> bool:
+    """Whether a value is a constant zero, which has no size that could grow."""
+    return value.op.type == "Const" and not np.any(tf.get_static_value(value))
 
 
 def _is_static(value: tf.Tensor) -> bool:

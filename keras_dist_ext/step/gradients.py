@@ -106,8 +106,6 @@ class Gradients:
             self._calls.append(call)
         found = self._weights.differentiate(gradient, target, output_gradients, of_shared=any(call.are_shared))
         flat = tf.nest.flatten(found)
-        if len(flat) != len(flat_sources):
-            return found  # for composite tensors, which are rows
         keeps = goes_straight or not tf.executing_eagerly()
         at_once = []
         for place, value in enumerate(flat):
@@ -201,8 +199,6 @@ class Gradients:
     def _guarded(self, gradients: TensorNest, flat_sources: Sequence[Variable], target: TensorNest) -> TensorNest:
         """Look at gradients of the only replica, and give the step zeros if it is left out."""
         flat = tf.nest.flatten(gradients)
-        if len(flat) != len(flat_sources):
-            return gradients
         shared = GradientCall.of(flat_sources).are_shared
         places = [i for i, value in enumerate(flat) if value is not None and shared[i]]
         values = self._zero_if_bad([flat[place] for place in places], self._weights.scaled_by(target))

@@ -67,14 +67,9 @@ class RowWeights:
         """Whether nothing is run: the step is traced to learn how its numbers grow with the rows."""
         return self._means.are_examined
 
-    @property
-    def has_gathered(self) -> bool:
-        """Whether the step computes with the rows of all replicas."""
-        return self._means.has_gathered
-
-    @has_gathered.setter
-    def has_gathered(self, value: bool) -> None:
-        self._means.has_gathered = self._of_rows.has_gathered = value
+    def note_gathered(self) -> None:
+        """Know that the step computes with the rows of all replicas."""
+        self._means.has_gathered = self._of_rows.has_gathered = True
 
     @property
     def is_uneven(self) -> bool:
@@ -188,7 +183,10 @@ class RowWeights:
             output_gradients: what comes from above, see ``tf.GradientTape.gradient``.
             of_shared: whether some source is the same on all replicas.
         """
-        flat = tf.nest.flatten(target)
+        flat = [_values(value) for value in tf.nest.flatten(target)]
+        target = tf.nest.pack_sequence_as(target, flat)
+        if output_gradients is not None:
+            output_gradients = tf.nest.map_structure(_values, output_gradients)
         above = [None] * len(flat) if output_gradients is None else tf.nest.flatten(output_gradients)
         if not all(isinstance(value, tf.Tensor) for value in flat) or len(above) != len(flat):
             found = gradient(target, output_gradients)
@@ -317,6 +315,11 @@ class RowWeights:
 
         found = same(*values)
         return list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+def _values(value: tf.Tensor) -> tf.Tensor:
+    """Return what is differentiated in a value: in a ragged tensor, the tensor that holds its rows."""
+    return value.flat_values if isinstance(value, tf.RaggedTensor) else value
 
 
 def _upstream(value: tf.Tensor, given: Gradient, weight: float | tf.Tensor) -> Gradient:

@@ -70,6 +70,30 @@ MEANS = {
     "a norm of weights": lambda x: ops.sum(ops.square(KERNEL)),
     "an L2 regularizer of weights": lambda x: keras.regularizers.L2(0.1)(KERNEL),
 }
+# A factor that all rows share stays one, whatever is done with the rows before they are summed.
+SHARE_A_FACTOR = {
+    "a part": lambda x: x[:, 0],
+    "the others by a mask": lambda x: tf.boolean_mask(x, x > -9.0),
+    "gathered features": lambda x: tf.gather(x, [0, 1], axis=1),
+    "gathered rows": lambda x: tf.gather(x, tf.range(tf.shape(x)[0])),
+    "unpacked features": lambda x: tf.unstack(x, axis=1)[2],
+    "split features": lambda x: tf.split(x, 5, axis=1)[2],
+    "split unevenly": lambda x: tf.split(x, [2, 3], axis=1)[1],
+    "joined": lambda x: tf.concat([x, x], 1),
+    "packed": lambda x: tf.stack([x, x], 1),
+    "padded": lambda x: tf.pad(x, [[0, 0], [0, 1]]),
+    "tiled": lambda x: tf.tile(x, [1, 2]),
+    "chosen, or 0": lambda x: tf.where(x > 0, x, 0.0),
+    "positive parts": lambda x: tf.maximum(x, 0.0),
+    "sums over features": lambda x: tf.reduce_sum(x, axis=1),
+    "means over features": lambda x: tf.reduce_mean(x, axis=1),
+    "maxima over features": lambda x: tf.reduce_max(x, axis=1),
+    "sums and differences": lambda x: x + 3.0 * x - x[:, :1],
+}
+MEANS |= {
+    f"a sum of {name}, of rows divided by their number": lambda x, of=of: tf.reduce_sum(of(x / num_rows(x)))
+    for name, of in SHARE_A_FACTOR.items()
+}
 SUMS = {
     "a sum": ops.sum,
     "a scaled sum of squares": lambda x: 0.1 * ops.sum(x * x),
@@ -101,6 +125,12 @@ OTHERS = {
     "a product of sums": (2, lambda x: ops.sum(x) * ops.sum(x * x)),
     "a squared Gram matrix": (2, lambda x: ops.sum(ops.square(ops.matmul(ops.transpose(x), x)))),
     "a mean divided by the rows": (-1, lambda x: ops.mean(x) / num_rows(x)),
+    "squares of rows divided by their number": (-1, lambda x: ops.sum(ops.square(x / num_rows(x)))),
+    "squared differences of such": (
+        -1,
+        lambda x: ops.sum(tf.math.squared_difference(x / num_rows(x), 2 * x / num_rows(x))),
+    ),
+    "roots of such": (HALF, lambda x: ops.sum(ops.sqrt(ops.abs(x) / num_rows(x)))),
 }
 CASES = {
     **{name: (0, function) for name, function in MEANS.items()},
@@ -132,3 +162,14 @@ def test_what_cannot_be_told_counts_as_a_mean():
         )
         == 0
     )
+
+
+def test_a_deep_network_of_sums_is_read_as_far_as_python_goes():
+    def deep(x):
+        total = x
+        for _ in range(600):
+            total = total + x
+        return total
+
+    assert in_graph(lambda x: ops.sum(deep(x))) == 1
+    assert in_graph(lambda x: ops.sum(deep(x)) / num_rows(x)) == 0

@@ -42,7 +42,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], *, rtol: float 
 QUICK = ["accumulated_by_hand", "tape_in_a_branch", "learnt_to_learn"]
 
 
-@pytest.mark.parametrize("name", rotating(STEPS, QUICK, slow=["jacobian"]))
+@pytest.mark.parametrize("name", rotating(STEPS, QUICK, slow=["jacobian", "losses_in_ragged_rows"]))
 def test_a_step_does_with_its_gradients_what_it_does_on_one_device(name: str, mirrored: Any) -> None:
     assert_same(trained(kde, mirrored, STEPS[name]), on_one_device(name))
 
@@ -69,9 +69,16 @@ def test_so_it_does_eagerly(name: str, mirrored: Any) -> None:
     assert_same(trained(kde, mirrored, STEPS[name], run_eagerly=True), on_one_device(name))
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
-    "name", ["assigned_by_hand", "sharpness_aware", "clipped_by_norm", "learnt_to_learn", "straight"]
+    "name",
+    rotating(
+        [
+            *("assigned_by_hand", "sharpness_aware", "clipped_by_norm", "learnt_to_learn", "straight"),
+            "noted_after_the_update",
+        ],
+        [],
+        slow=["noted_after_the_update"],
+    ),
 )
 def test_so_it_does_on_virtual_replicas(name: str, mirrored: Any) -> None:
     found = trained(kde, mirrored, STEPS[name], virtual_replicas=4)
@@ -99,7 +106,9 @@ def test_so_it_does_on_two_workers(values: Any, name: str, rows: str) -> None:
         assert_same(of_worker, on_one_device(name, rows))
 
 
-@pytest.mark.parametrize("name", rotating(["clipped_by_norm", "straight", "two_optimizers"], []))
+@pytest.mark.parametrize(
+    "name", rotating(["clipped_by_norm", "straight", "two_optimizers"], [], slow=["clipped_by_norm"])
+)
 def test_an_optimizer_that_accumulates_may_be_given_either(name: str, mirrored: Any) -> None:
     accumulates = lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)  # noqa: E731
     expected = trained(keras, None, STEPS[name], make_optimizer=accumulates)
@@ -111,6 +120,59 @@ def test_a_loss_scale_is_that_of_one_device(mirrored: Any) -> None:
     scales = lambda: keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=8.0)  # noqa: E731
     expected = trained(keras, None, STEPS["of_a_scaled_loss"], make_optimizer=scales)
     assert_same(trained(kde, mirrored, STEPS["of_a_scaled_loss"], make_optimizer=scales), expected)
+
+
+@pytest.mark.slow
+def test_so_it_is_where_an_optimizer_accumulates_under_it_and_one_replica_overflows(mirrored: Any) -> None:
+    def scales() -> Any:
+        inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+        return keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+
+    x = np.concatenate([steps.X[:24], steps.X[:8]])
+    x[15] = 1e38  # of the second batch: half of its rows
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1] > 0)).batch(8)
+    found = []
+    for lib, strategy in ((keras, tf.distribute.get_strategy()), (kde, mirrored)):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            net = lib.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            net.compile(scales(), "mse")
+        net.fit(data, epochs=3, verbose=0)
+        found.append([*net.get_weights(), *(keras.ops.convert_to_numpy(v) for v in net.optimizer.variables)])
+    assert found[0][-1] < 8.0 or 1.0 in [float(np.max(one)) for one in found[0]]  # it has overflowed
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-7)
+
+
+ELSEWHERE: dict[str, Any] = {  # where gradients go in another trace than that of which the step was planned
+    "changed first": lambda model, gradients: (tf.clip_by_global_norm(gradients, 0.05)[0], 0.0),
+    "returned, too": lambda model, gradients: (gradients, gradients[-1]),
+    "beside others": lambda model, gradients: ([*gradients[:3], tf.clip_by_norm(gradients[3], 0.01)], 0.0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_gradients_that_go_elsewhere_when_a_step_is_traced_again_are_those_of_one_device(
+    where: str, mirrored: Any
+) -> None:
+    def step(model: Any, x: Any, y: Any) -> dict[str, Any]:
+        loss, gradients = steps.gradients_of(model, x, y)
+        given, returned = (gradients, 0.0) if model.second is not None else ELSEWHERE[where](model, gradients)
+        steps.update(model, given)
+        return {"l": loss, "g": tf.reduce_sum(returned)}
+
+    found = []
+    for lib, strategy in ((keras, tf.distribute.get_strategy()), (kde, mirrored)):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            net = network(lib, step, sgd)
+        net.fit(batches(8), verbose=0)
+        net.second = None
+        history = net.fit(steps.X[:24, None, :][:, 0], steps.Y[:24], batch_size=12, shuffle=False, verbose=0).history
+        found.append([*net.get_weights(), *history.values()])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=2e-5, atol=1e-6)
 
 
 def test_an_optimizer_of_the_users_own_gets_gradients_of_the_global_batch(mirrored: Any) -> None:

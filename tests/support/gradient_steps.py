@@ -83,6 +83,22 @@ def clipped_vector(model: Any, x: Any, y: Any) -> dict[str, Any]:
     return {"norm": norm}
 
 
+def losses_in_ragged_rows(model: Any, x: Any, y: Any) -> dict[str, Any]:
+    with tf.GradientTape() as tape:
+        losses = tf.square(model(tf.concat([x, 2.0 * x], 0), training=True) - tf.concat([y, y], 0))
+        ragged = tf.RaggedTensor.from_row_lengths(tf.squeeze(losses, 1), tf.fill([tf.shape(x)[0]], 2))
+        targets = [0.05 * ragged, ragged / tf.cast(tf.shape(x)[0], tf.float32)]  # a sum, and a mean
+    update(model, tape.gradient(targets, model.trainable_variables))
+    return {"l": tf.reduce_mean(ragged.flat_values)}
+
+
+def noted_after_the_update(model: Any, x: Any, y: Any) -> dict[str, Any]:
+    loss, gradients = gradients_of(model, x, y)
+    update(model, tf.clip_by_global_norm(gradients, 0.1)[0])
+    model.seen.assign(tf.reduce_mean(x, axis=0))
+    return {"l": loss}
+
+
 def of_a_scaled_loss(model: Any, x: Any, y: Any) -> dict[str, Any]:
     with tf.GradientTape() as tape:
         loss = loss_of(model, x, y)
@@ -362,6 +378,7 @@ def network(lib: Any, step: Step, make_optimizer: Callable[[], Any]) -> Any:
             super().__init__()
             self.hidden = keras.layers.Dense(4, activation="tanh")
             self.head = keras.layers.Dense(1)
+            self.seen = keras.Variable(np.zeros(3), dtype="float32", trainable=False)
             self.error = keras.metrics.RootMeanSquaredError(name="error")
 
         def call(self, x: Any) -> Any:
