@@ -268,8 +268,8 @@ class OneReplica(Reducer):
             with intercept(PassThrough(of_worker=False)):
                 update.original(update.gradients, update.variables)
             return
-        _, may_update = split_flags(update.guard, update.values)
-        run_optimizer(self, update, update.terms, may_update)
+        split_flags(update.guard, update.values)
+        run_optimizer(self, update, update.terms, update.guard.allows())  # terms may be zeros for what was found before
 
     def pooled_result(self, metric: keras.metrics.Metric) -> tf.Tensor:
         """Compute a metric's result."""

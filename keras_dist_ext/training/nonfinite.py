@@ -47,8 +47,8 @@ class NonFinite(RunCallback):
     It costs one look at each gradient on the replica's own device, and nothing else: what replicas find travels in the
     reduction of the gradients. A ``LossScaleOptimizer`` (``mixed_float16``) deals with gradients that overflow by
     itself; these count here once its scale is down at 1. A step with several optimizers leaves out the updates of
-    those whose gradients are not finite. Optimizers written by hand, in a ``TrainLoop``, get gradients of 0 from
-    ``replica.reduce_gradients``.
+    those whose gradients are not finite; where it changes gradients first, those of the optimizers that follow, too.
+    Optimizers written by hand, in a ``TrainLoop``, get gradients of 0 from ``replica.reduce_gradients``.
 
     Args:
         action: what follows. ``"raise"``: an error, in the same step on all workers. ``"stop"``: a warning, and

@@ -115,6 +115,35 @@ def test_a_step_that_is_skipped_has_never_been_on_any_replica(name: str, strateg
     ]
 
 
+class Clips(kde.Sequential):
+    """A model that does something with its gradients, and assigns a weight by hand."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            error = self(x, training=True) - y
+            loss = tf.reduce_mean(error**2)
+        gradients = tf.clip_by_global_norm(tape.gradient(loss, self.trainable_variables), 1.0)[0]
+        (bias,) = kde.reduce_gradients([tf.reduce_mean(error, axis=0)])
+        self.optimizer.apply([*gradients[:-1], bias], self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mirrored2", "default"])
+def test_a_step_of_ones_own_that_is_skipped_has_never_been(kind: str, strategies: Any) -> None:
+    def run(data: Any) -> dict[str, Any]:
+        keras.utils.set_random_seed(3)
+        with strategies.get(kind).scope():
+            model = Clips([keras.layers.Input((4,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.Adam(0.01), check=False)
+        return said_while(lambda: fit(model, data, kde.NonFinite("skip")))[0]
+
+    x, y = with_nan((1,))
+    expected, found = run((X[:BATCH], Y[:BATCH])), run((x[: 2 * BATCH], y[: 2 * BATCH]))
+    assert_same(expected, found)
+
+
 class AssignsInFunction(kde.Model):
     """A model whose state is assigned in a tf.function, which keeps its traces."""
 

@@ -59,10 +59,13 @@ def test_a_replica_without_examples_finds_nothing() -> None:
 def test_weights_may_be_updated_until_a_step_finds_something_and_again_in_the_next() -> None:
     made = guard(most_in_a_row=1)
     step = made.step()
+    nothing = tf.zeros((3, 2))
     assert step.allows()
+    assert step.may_update(nothing)
     assert not step.may_update(bad(step))
     step.keep(bad(step))
     assert not step.allows()
+    assert step.may_update(nothing)  # by another optimizer
     step.end()
     assert step.allows()
     for _ in range(2):  # one more in a row than there may be
