@@ -180,12 +180,12 @@ class _VirtualReplicas:
         """Do what they were suspended for, once for all."""
         if point.kind == "sum":
             return total.over_replicas()
+        if point.kind == "result":
+            return self._real.pooled_result(point.subject)
         if point.kind == "assign":
             self._state.assign_reduced(point.subject, total.over_replicas())
-        elif point.kind == "update":
+        else:
             self._update(total, point.subject)
-        elif point.kind == "result":
-            return self._real.pooled_result(point.subject)
         return None
 
     def _update(self, total: OrderedSum | PlainSum, update: Update) -> None:
