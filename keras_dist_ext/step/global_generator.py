@@ -27,7 +27,7 @@ def global_generator_of(strategy: tf.distribute.Strategy, *, is_seeded: bool = F
     """
     stock = global_seed_generator()
     is_default = is_default_strategy(strategy)
-    if is_default and not is_seeded and is_default_strategy(strategy_of_variable(stock.state)):
+    if is_default and not is_seeded and strategy_of_variable(stock.state) is None:
         return stock
     copies = _copies.setdefault(strategy, {})
     copied_from, copy = copies.get(is_seeded, (None, None))

@@ -652,6 +652,31 @@ def test_without_the_callback_replicas_still_draw_apart(mirrored: Any) -> None:
         assert len(set(everything)) == len(everything)
 
 
+@pytest.mark.slow
+def test_on_one_device_numbers_without_a_seed_go_on_after_training_as_with_stock_keras() -> None:
+    class Noise(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return x + keras.random.normal(tf.shape(x))
+
+    def found(library: Any) -> list[Any]:
+        keras.utils.set_random_seed(7)
+        model = library.Sequential([keras.Input((3,)), Noise(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        before = keras.random.normal((2,))
+        model.fit(np.ones((8, 3)), np.ones((8, 1)), batch_size=4, verbose=0)
+        between = keras.random.normal((2,))
+        return [
+            before,
+            *model.get_weights(),
+            between,
+            model.predict(np.ones((2, 3)), verbose=0),
+            keras.random.normal((2,)),
+        ]
+
+    for expected, ours in zip(found(keras), found(kde), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-6)
+
+
 # Said
 
 
