@@ -41,9 +41,6 @@ class _SavedNet(HookedModel):
         super().__init__(name="save_hook_checks")
         self.built = True
 
-    def call(self, x: tf.Tensor) -> tf.Tensor:
-        return x
-
     def _checkpoint_children(self) -> dict[str, object]:
         _asked.add(CHECKPOINTS)
         return {}

@@ -127,9 +127,8 @@ def _seeds_datasets() -> bool:
     )
     mapped = numbers.map(draw)
     graph = dataset_graph(mapped)
-    if graph is None:
-        return False
-    return calls_python(graph) or (seeds_of_random_ops(graph) == [5] and len(generator_states(graph)) == 1)
+    has_seeds = graph is not None and seeds_of_random_ops(graph) == [5] and len(generator_states(graph)) == 1
+    return has_seeds or (graph is not None and calls_python(graph))
 
 
 STATES = [

@@ -42,7 +42,9 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], *, rtol: float 
 QUICK = ["accumulated_by_hand", "tape_in_a_branch", "learnt_to_learn"]
 
 
-@pytest.mark.parametrize("name", rotating(STEPS, QUICK, slow=["jacobian", "losses_in_ragged_rows"]))
+@pytest.mark.parametrize(
+    "name", rotating(STEPS, QUICK, slow=["jacobian", "losses_in_ragged_rows", "branches_that_give_an_op_or_one_number"])
+)
 def test_a_step_does_with_its_gradients_what_it_does_on_one_device(name: str, mirrored: Any) -> None:
     assert_same(trained(kde, mirrored, STEPS[name]), on_one_device(name))
 

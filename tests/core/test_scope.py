@@ -544,6 +544,47 @@ def test_compile_outside_of_scopes_moves_new_optimizers_and_metrics_into_the_mod
     assert int(keras.ops.convert_to_numpy(optimizer.iterations)) == 1
 
 
+class Unconfigured(keras.optimizers.SGD):
+    """Its constructor takes what its config does not tell."""
+
+    def __init__(self, factor):
+        super().__init__(0.1 * factor)
+
+
+class Halves(keras.optimizers.Optimizer):
+    """Its config is Keras', and so tells nothing of its own."""
+
+    def __init__(self, factor=2.0):
+        super().__init__(0.1)
+        self.factor = factor
+
+
+def counted():
+    metric = keras.metrics.Mean()
+    metric.update_state(1.0)
+    return metric
+
+
+STAY = {
+    "an optimizer of a constructor that takes more": lambda: Unconfigured(2.0),
+    "an optimizer without a config of its own": lambda: Halves(3.0),
+    "a metric that has counted": counted,
+}
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_what_cannot_be_made_anew_stays_as_it_is_and_is_found_outside(name, mirrored):
+    model = kde.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)], strategy=mirrored)
+    made = STAY[name]()
+    before = dict(vars(made))
+    if isinstance(made, keras.metrics.Metric):
+        model.compile("sgd", "mse", metrics=[made])
+    else:
+        model.compile(made, "mse")
+        assert outside(kde.check_scope(model, mirrored), "optimizer")
+    assert {key: vars(made)[key] for key in before} == before
+
+
 def test_an_optimizer_made_outside_is_refused_by_a_compile_inside_the_scope(mirrored):
     optimizer = keras.optimizers.Adam()
     with mirrored.scope():

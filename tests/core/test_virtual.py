@@ -281,6 +281,12 @@ def test_compile_refuses_what_replicas_cannot_carry_and_changes_nothing(virtual,
     assert net.virtual_replicas == ORDERED
 
 
+def test_a_config_without_an_optimizer_to_note_them_beside_stays_as_it_is():
+    for config in ({"loss": "mse"}, {"optimizer": None}):
+        assert ORDERED.noted_in(config) is config
+        assert kde.VirtualReplicas.read_from(config) is None
+
+
 def test_an_unknown_reduction_is_refused():
     with pytest.raises(kde.StrategyError, match=r"VirtualReplicas\(4, reduction='exact'\): there is no such reduction"):
         kde.VirtualReplicas(4, reduction="exact")

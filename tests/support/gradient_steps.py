@@ -194,6 +194,22 @@ def a_function_with_a_loop(model: Any, x: Any, y: Any) -> dict[str, Any]:
     return {"l": run(x, y)}
 
 
+def branches_that_give_an_op_or_one_number(model: Any, x: Any, y: Any) -> dict[str, Any]:
+    def train() -> Any:
+        update(model, gradients_of(model, x, y)[1])
+        return tf.group(model.count.assign_add(1))
+
+    tf.cond(model.count < 2, train, train)
+
+    def body(i: Any) -> Any:
+        update(model, [0.5 * g for g in gradients_of(model, x, y)[1]])
+        return i + 1
+
+    num_made = tf.while_loop(lambda i: i < 2, body, [tf.constant(0)])
+    half = tf.function(lambda value: 0.5 * value)  # is called twice
+    return {"l": half(half(loss_of(model, x, y))), "n": tf.cast(num_made, tf.float32)}
+
+
 def sharpness_aware(model: Any, x: Any, y: Any) -> dict[str, Any]:
     loss, gradients = gradients_of(model, x, y)
     norm = tf.linalg.global_norm(gradients)

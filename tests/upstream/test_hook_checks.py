@@ -1,10 +1,12 @@
 """A hook that Keras or TensorFlow no longer calls is an error before the first step."""
 
+import inspect
 import pickle
 import random
 import re
 import subprocess
 import sys
+import tempfile
 import types
 from concurrent import futures
 
@@ -25,11 +27,12 @@ import keras_dist_ext as kde
 from keras_dist_ext._keras import backend, py_datasets
 from keras_dist_ext._keras.adapters import tf_trainer
 from keras_dist_ext._keras.datasets import dataset_graph
+from keras_dist_ext._keras.draw_hooks import DRAWS
 from keras_dist_ext._keras.interception import HOOKS
 from keras_dist_ext._keras.models import HookedModel
 from keras_dist_ext._keras.py_datasets import py_dataset_adapter, seed_py_datasets
 from keras_dist_ext._keras.saving import SAVE_HOOKS, Saveable
-from keras_dist_ext.step import hook_checks, state_checks
+from keras_dist_ext.step import hook_checks, hook_uses, state_checks
 from keras_dist_ext.step.save_hook_checks import uncalled_save_hooks
 from keras_dist_ext.training import worker_saves  # noqa: F401 - installs hooks
 
@@ -199,6 +202,26 @@ def test_a_hook_that_is_silent_in_one_thing_alone_is_named_with_it(what, monkeyp
         hook_checks.check_hooks.__wrapped__()
 
 
+def test_an_op_that_draws_no_longer_is_named_though_its_hook_is_called(monkeypatch):
+    use = hook_uses.Use("keras.random.uniform", lambda: tf.ones((2,)) + 1.0, (DRAWS,), "uniform")
+    monkeypatch.setattr(hook_checks, "uses_of_hooks", lambda step: [use])
+    assert hook_checks.uncalled_hooks()[DRAWS] == ["keras.random.uniform"]
+
+
+def test_autograph_is_tried_where_there_is_a_source_to_convert(monkeypatch):
+    function = hook_uses._branch_and_loop
+    converted = tf.autograph.to_graph(function)
+    for x, expected in ((-3.0, 3.0), (1.0, 2.0), (5.0, 5.0)):
+        assert float(converted(tf.constant(x))) == float(function(tf.constant(x))) == expected
+    assert [use.what for use in hook_uses._uses_of_autograph()] == ["AutoGraph"]
+
+    def no_source(function):
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr(inspect, "getsource", no_source)
+    assert hook_uses._uses_of_autograph() == []
+
+
 def test_what_fails_where_all_hooks_are_called_is_told_with_its_error(monkeypatch):
     monkeypatch.setattr(tf, "case", lambda *args, **kwargs: tf.cond(*args))
     with pytest.raises(kde.BackendError, match=r"A small stock model fails with RuntimeError: tf\.case: TypeError: "):
@@ -252,6 +275,17 @@ def test_what_is_kept_elsewhere_is_named_before_the_first_step(what, monkeypatch
         match=rf"With TensorFlow \S+ and Keras \S+: not where it was: (.*, )?{what}[^(]*\(\S+/\S+\.py\)",
     ):
         hook_checks.check_hooks()
+
+
+def test_what_cannot_be_looked_at_any_more_is_not_where_it_was(monkeypatch):
+    gone = state_checks.State("the state of a thread", "keras/src/gone.py", lambda: keras.src.gone)
+    monkeypatch.setattr(hook_checks, "STATES", [gone, *state_checks.STATES])
+    assert hook_checks.states_elsewhere() == [gone]
+
+
+def test_nothing_is_said_of_saves_where_there_is_no_folder_for_them(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
+    assert uncalled_save_hooks() == []
 
 
 def test_each_hook_of_saves_is_called_by_what_saves_and_nothing_is_said(capfd, caplog):
