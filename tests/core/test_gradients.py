@@ -43,7 +43,12 @@ QUICK = ["accumulated_by_hand", "tape_in_a_branch", "learnt_to_learn"]
 
 
 @pytest.mark.parametrize(
-    "name", rotating(STEPS, QUICK, slow=["jacobian", "losses_in_ragged_rows", "branches_that_give_an_op_or_one_number"])
+    "name",
+    rotating(
+        STEPS,
+        QUICK,
+        slow=["jacobian", "losses_in_ragged_rows", "a_loss_of_gathered_rows", "branches_that_give_an_op_or_one_number"],
+    ),
 )
 def test_a_step_does_with_its_gradients_what_it_does_on_one_device(name: str, mirrored: Any) -> None:
     assert_same(trained(kde, mirrored, STEPS[name]), on_one_device(name))
@@ -146,35 +151,24 @@ def test_so_it_is_where_an_optimizer_accumulates_under_it_and_one_replica_overfl
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-7)
 
 
-ELSEWHERE: dict[str, Any] = {  # where gradients go in another trace than that of which the step was planned
-    "changed first": lambda model, gradients: (tf.clip_by_global_norm(gradients, 0.05)[0], 0.0),
-    "returned, too": lambda model, gradients: (gradients, gradients[-1]),
-    "beside others": lambda model, gradients: ([*gradients[:3], tf.clip_by_norm(gradients[3], 0.01)], 0.0),
+ELSEWHERE: dict[str, Any] = {  # where gradients go in the trace that runs, and did not when the step was planned
+    "changed first": lambda gradients: (tf.clip_by_global_norm(gradients, 0.05)[0], 0.0),
+    "returned, too": lambda gradients: (gradients, gradients[-1]),
+    "beside others": lambda gradients: ([*gradients[:3], tf.clip_by_norm(gradients[3], 0.01)], 0.0),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ELSEWHERE)
-def test_gradients_that_go_elsewhere_when_a_step_is_traced_again_are_those_of_one_device(
-    where: str, mirrored: Any
-) -> None:
+def test_gradients_that_go_elsewhere_where_rows_are_known_are_those_of_one_device(where: str, mirrored: Any) -> None:
     def step(model: Any, x: Any, y: Any) -> dict[str, Any]:
         loss, gradients = steps.gradients_of(model, x, y)
-        given, returned = (gradients, 0.0) if model.second is not None else ELSEWHERE[where](model, gradients)
+        given, returned = (gradients, 0.0) if x.shape[0] is None else ELSEWHERE[where](gradients)
         steps.update(model, given)
         return {"l": loss, "g": tf.reduce_sum(returned)}
 
-    found = []
-    for lib, strategy in ((keras, tf.distribute.get_strategy()), (kde, mirrored)):
-        keras.utils.set_random_seed(3)
-        with strategy.scope():
-            net = network(lib, step, sgd)
-        net.fit(batches(8), verbose=0)
-        net.second = None
-        history = net.fit(steps.X[:24, None, :][:, 0], steps.Y[:24], batch_size=12, shuffle=False, verbose=0).history
-        found.append([*net.get_weights(), *history.values()])
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(other, one, rtol=2e-5, atol=1e-6)
+    expected = trained(keras, None, step, DATA["even"]())
+    assert_same(trained(kde, mirrored, step, DATA["even"]()), expected)
 
 
 def test_an_optimizer_of_the_users_own_gets_gradients_of_the_global_batch(mirrored: Any) -> None:
@@ -191,6 +185,38 @@ def test_an_optimizer_of_the_users_own_gets_gradients_of_the_global_batch(mirror
         net.fit(batches(), epochs=2, verbose=0)
         weights.append(np.concatenate([np.ravel(w) for w in net.get_weights()]))
     np.testing.assert_allclose(weights[1], weights[0], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_prediction_may_give_gradients_and_jacobians_of_its_rows(strategies: Any) -> None:
+    class Explains(kde.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = keras.layers.Dense(2, "tanh")
+
+        def call(self, x: Any) -> Any:
+            return self.head(x)
+
+        def predict_step(self, data: Any) -> Any:
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(data)
+                found = self(data)
+                total = tf.reduce_sum(found, 0)
+            of_weights = tape.jacobian(total, self.head.bias)  # of the rows at hand
+            return (
+                tape.gradient(found, data),
+                tape.batch_jacobian(found, data),
+                0.0 * found + tf.cast(tf.shape(of_weights)[0], tf.float32),
+            )
+
+    found = []
+    for kind in ("default", "mirrored2"):
+        keras.utils.set_random_seed(3)
+        with strategies.get(kind).scope():
+            net = Explains()
+        found.append(net.predict(steps.X, batch_size=9, verbose=0))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5)
 
 
 def test_gradients_that_go_straight_into_an_optimizer_are_summed_once(

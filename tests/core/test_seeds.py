@@ -695,6 +695,28 @@ def test_the_table_shows_roots_streams_and_counters(mirrored: Any, capsys: Any) 
         assert text in printed
 
 
+def test_the_table_shows_generators_of_tensorflow_with_the_key_that_replicas_share(mirrored: Any) -> None:
+    with mirrored.scope():
+        model = kde.Sequential([keras.Input((2,)), Adds(lambda self, x: self.tf_generator.normal((1,)))])
+    kde.seed_replicas(model, 42)
+    rows = [row for row in kde.describe_seeds(model) if "tf_generator" in row.generator]
+    assert [row.root for row in rows] == [42, 43] * 3
+    assert [row.stream[1] for row in rows] == [0, 1] * 3
+    assert {row.counter for row in rows} == {0}
+    assert len({row.stream[0] for row in rows}) == 3
+
+
+def test_a_state_of_another_shape_is_that_of_another_generator_and_is_left(mirrored: Any) -> None:
+    with mirrored.scope():
+        model = kde.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5)])
+    (generator,) = model.replica_seeds.generators()
+    before = generator.read().tolist()
+    model.replica_seeds.load({generator.name: [1, 2, 3]})
+    assert generator.read().tolist() == before
+    model.replica_seeds.load({generator.name: [1, 2]})
+    assert generator.read().tolist() == [1, 2]
+
+
 def test_the_table_of_a_model_without_a_seed_says_so(mirrored: Any, capsys: Any) -> None:
     rows = kde.describe_seeds(small_model(mirrored))
     assert {row.root for row in rows} == {None}

@@ -99,6 +99,16 @@ def noted_after_the_update(model: Any, x: Any, y: Any) -> dict[str, Any]:
     return {"l": loss}
 
 
+def a_loss_of_gathered_rows(model: Any, x: Any, y: Any) -> dict[str, Any]:
+    import keras_dist_ext as kde
+
+    with tf.GradientTape() as tape:
+        predicted, wanted = kde.gather_rows([model(x, training=True), y])
+        loss = keras.losses.MeanSquaredError()(wanted, predicted)
+    update(model, tape.gradient(loss, model.trainable_variables))
+    return {"l": loss}
+
+
 def of_a_scaled_loss(model: Any, x: Any, y: Any) -> dict[str, Any]:
     with tf.GradientTape() as tape:
         loss = loss_of(model, x, y)
