@@ -134,11 +134,8 @@ class StepNote:
             return ReplicaRecord(tf.constant(float("nan"), tf.float64), *numbers)
         if self._on_tpu:
             return ReplicaRecord(tf.constant(float("inf")), *numbers)
-        computed = [part["computed"] for part in parts if "computed" in part]
-        if not computed:
-            computed_at: tf.Tensor = tf.constant(float("inf"), tf.float64)
-        else:
-            computed_at = computed[0] if len(computed) == 1 else tf.reduce_max(tf.stack(computed))
+        computed = [part["computed"] for part in parts]
+        computed_at: tf.Tensor = computed[0] if len(computed) == 1 else tf.reduce_max(tf.stack(computed))
         return ReplicaRecord(computed_at, *numbers)
 
 

@@ -95,7 +95,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 QUICK = ("2 replicas, 3 steps at a time",)
 
 
-@pytest.mark.parametrize("name", rotating(CONFIGURATIONS, (), slow=QUICK))
+@pytest.mark.parametrize("name", rotating(CONFIGURATIONS, (), slow=(*QUICK, "accumulated gradients")))
 def test_a_step_that_is_skipped_has_never_been_on_any_replica(name: str, strategies: Any) -> None:
     kind, options = CONFIGURATIONS[name]
     strategy = strategies.get(kind)

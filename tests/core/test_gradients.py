@@ -70,8 +70,7 @@ def test_so_it_does_where_the_rows_are_known_and_even_or_one_is_left(
     assert_same(trained(kde, strategies.get(kind), STEPS[name], DATA[rows]()), on_one_device(name, rows))
 
 
-@pytest.mark.rotating
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", rotating(STEPS, [], slow=["jacobians_of_rows"]))
 def test_so_it_does_eagerly(name: str, mirrored: Any) -> None:
     assert_same(trained(kde, mirrored, STEPS[name], run_eagerly=True), on_one_device(name))
 

@@ -17,8 +17,9 @@ from made_up_clock import MadeUpClock
 from recording import Recording
 
 import keras_dist_ext as kde
+from keras_dist_ext.step import recorder as recorder_module
 from keras_dist_ext.step import step_buffer as buffer_module
-from keras_dist_ext.step.recorder import Recorder
+from keras_dist_ext.step.recorder import Recorder, StepNote
 from keras_dist_ext.step.stats import ReplicaStats, StepRecords, join_records, summarize
 from keras_dist_ext.step.step_buffer import BufferedSteps, BufferSlice, ReplicaRecord, StepBuffer, StepRecord
 from keras_dist_ext.training import program as program_module
@@ -357,6 +358,37 @@ def test_time_between_executions_is_the_hosts_or_that_of_who_waited_for_a_batch(
     assert whole.host_seconds == (15.0 - 1.0 - 0.25 - 13.0) + (17.5 - 17.0)
     assert whole.compute_seconds.tolist() == [[0.75]] * 3
     assert whole.sync_seconds.tolist() == [[0.5], [0.5 + 0.25], [0.5]]  # other workers' batches came later
+
+
+def test_executions_are_fetched_when_as_many_wait_as_the_buffer_has_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "MAX_STEPS", 2)
+    recorder, buffer = Recorder(), StepBuffer(["CPU:0"], gradient_norm=False)
+    num_reads: list[int] = []
+    read = buffer.read
+    monkeypatch.setattr(buffer, "read", lambda: (num_reads.append(1), read())[1])
+    for place in range(5):
+        buffer.begin(1)
+        buffer.write(step_of_one_replica(10.0 * place), loops=False)
+        buffer.end(1)
+        recorder.add("train", buffer, 1)
+        recorder.add("train", buffer, 0)  # the data had ended: an execution without a step is none
+        assert len(num_reads) == (place + 1) // 2
+    assert recorder.num_pending("train") == 5
+    records = recorder.fetch("train")
+    assert records is not None
+    assert records.compute_seconds.tolist() == [[0.75]] * 5
+    assert recorder.fetch("train") is None
+
+
+def test_inside_of_a_step_of_a_tpu_nothing_is_timed() -> None:
+    for on_tpu, is_timed in ((True, False), (False, True)):
+        note = StepNote(on_tpu=on_tpu)
+        note.loss(0, tf.constant(0.5))
+        note.gradients(0, [tf.ones((2,))], 1.0)
+        note.end(0, tf.constant(8), {})
+        record = note.record()
+        assert np.isfinite(record.computed) == is_timed
+        assert (int(record.examples), float(record.loss)) == (8, 0.5)
 
 
 @pytest.mark.parametrize("num_fetches", [1, 3])

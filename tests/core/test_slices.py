@@ -111,7 +111,7 @@ def test_what_xla_compiles_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> Non
     for gpus in (True, False):
         monkeypatch.setattr(backend, "has_gpus", lambda gpus=gpus: gpus)
 
-        @tf.function(jit_compile=True)
+        @tf.function(jit_compile=True, autograph=False)
         def dense(values: Any, indices: Any) -> tf.Tensor:
             given = tf.IndexedSlices(values, indices, tf.constant([4, 2]))
             assert slices.to_dense(given) is NotImplemented

@@ -348,6 +348,16 @@ def jacobian(model: Any, x: Any, y: Any) -> dict[str, Any]:
     return {"l": losses[0]}
 
 
+def jacobians_of_rows(model: Any, x: Any, y: Any) -> dict[str, Any]:
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        predicted = model(x, training=True)
+        loss, total = tf.reduce_mean((predicted - y) ** 2), tf.reduce_sum(predicted)
+    of_each, of_all = tape.jacobian(predicted, model.hidden.bias), tape.jacobian(total, x)
+    update(model, tape.gradient(loss, model.trainable_variables))
+    return {"l": loss, "each": tf.reduce_mean(of_each), "all": tf.reduce_mean(of_all)}
+
+
 def penalty_on_jacobians_of_inputs(model: Any, x: Any, y: Any) -> dict[str, Any]:
     with tf.GradientTape() as tape:
         with tf.GradientTape(persistent=True) as inner:

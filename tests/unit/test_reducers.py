@@ -9,10 +9,11 @@ import pytest
 import tensorflow as tf
 
 import keras_dist_ext as kde
-from keras_dist_ext.step import reducers
+from keras_dist_ext._keras.hooks import current_step
 from keras_dist_ext.step.compression import checked_compression
 from keras_dist_ext.step.draw_refusals import refuse_model
 from keras_dist_ext.step.lone_replica import LoneReplica
+from keras_dist_ext.step.pass_through import PassThrough
 from keras_dist_ext.step.reduce import optimization_barrier
 from keras_dist_ext.step.reducers import MirroredReducer, OneReplica, RowRange, TpuReducer, reducer_of
 from keras_dist_ext.step.xla import can_compile
@@ -44,8 +45,9 @@ def test_replicas_of_a_tpu_add_up_by_tensorflow_also_where_they_do_so_at_times(m
         (now,), (later,) = (reducer.sum_if(tf.constant(is_time), [value]) for is_time in (True, False))
         return total, now, later
 
-    with mock.patch.object(reducers, "intercept"):
-        assert on_replicas(mirrored, run) == [(3, 3, 1), (3, 3, 2)]
+    assert on_replicas(mirrored, run) == [(3, 3, 1), (3, 3, 2)]
+    with reducer.updating():
+        assert isinstance(current_step(), PassThrough)
     assert (reducer.sums_in_layers, reducer.traces_each_replica) == (False, False)
 
 
