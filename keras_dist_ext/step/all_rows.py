@@ -82,8 +82,6 @@ class AllRows:
         Raises:
             DataError: one has another number of rows.
         """
-        if self._reducer.num_replicas == 1:
-            return list(values)
         values = [self._checked(value) for value in values]
         self._use()
         if self._weights.are_examined:

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from keras_dist_ext.cluster.spec import Cluster
 from keras_dist_ext.errors import ClusterError, StrategyError
+from keras_dist_ext.strategy import builders
 from keras_dist_ext.strategy.decision import NAMES, Decision, decide
 from keras_dist_ext.strategy.pick import StrategyChoice, pick_strategy
 from keras_dist_ext.strategy.resources import Resources, find_resources, list_devices
@@ -447,6 +448,33 @@ def test_a_tpu_that_does_not_answer_is_refused_at_once(free_port):
     address = f"grpc://127.0.0.1:{free_port}"
     with pytest.raises(StrategyError, match=f"The TPU '{address}' is not available: .*refused.*argument tpu"):
         pick_strategy("tpu", environ={"TPU_NAME": address})
+
+
+def test_a_tpu_of_this_machine_has_no_address_to_try(monkeypatch):
+    connected = []
+    resolver_class = tf.distribute.cluster_resolver.TPUClusterResolver
+    monkeypatch.setattr(resolver_class, "connect", staticmethod(lambda tpu: connected.append(tpu) or "resolver"))
+    monkeypatch.setattr(tf.distribute, "TPUStrategy", lambda resolver: ("TPUStrategy", resolver))
+    monkeypatch.setattr(socket, "create_connection", None)
+    assert builders._tpu.__wrapped__("local") == ("TPUStrategy", "resolver")
+    assert connected == ["local"]
+
+
+def test_a_cluster_of_parameter_servers_is_waited_for_once_and_has_one_strategy(monkeypatch):
+    waited = []
+    monkeypatch.setattr(builders, "_check_port_is_free", lambda cluster: None)
+    monkeypatch.setattr(builders, "wait_for_ports", lambda cluster, tasks, seconds: waited.append(seconds))
+    monkeypatch.setattr(builders, "_resolver_of", lambda cluster, num_gpus: None)
+    monkeypatch.setattr(builders, "_LED", {})
+    monkeypatch.setattr(tf.distribute, "ParameterServerStrategy", lambda resolver: object())
+    lone, other = (
+        Cluster("TF_CONFIG", worker=(f"{name}:1",), ps=("b:1",), chief=("d:1",), task_type="chief", task_index=0)
+        for name in "ac"
+    )
+    first, again, another = (builders._parameter_server(cluster, 0, 5.0) for cluster in (lone, lone, other))
+    assert first is again
+    assert first is not another
+    assert waited == [5.0, 5.0]
 
 
 def test_a_tpu_that_answers_is_connected_and_used(monkeypatch, free_port):
