@@ -1,5 +1,6 @@
 """A certificate names what makes a strategy train otherwise than one device, and passes what trains the same."""
 
+import dataclasses
 import io
 import itertools
 import json
@@ -24,13 +25,18 @@ from rich.console import Console
 import keras_dist_ext as kde
 from keras_dist_ext import cli
 from keras_dist_ext.diagnosis.certificate.certificate import Certificate
-from keras_dist_ext.diagnosis.certificate.certification import certify
-from keras_dist_ext.diagnosis.certificate.certified_script import certify_script
-from keras_dist_ext.diagnosis.certificate.training_run import bounds_of_tensorflow
+from keras_dist_ext.diagnosis.certificate.certification import _Certification, certify
+from keras_dist_ext.diagnosis.certificate.certified_script import certify_script, print_certificate
+from keras_dist_ext.diagnosis.certificate.draws import Draws
+from keras_dist_ext.diagnosis.certificate.global_batches import global_batches
+from keras_dist_ext.diagnosis.certificate.training_run import TrainingRun, bounds_of_tensorflow
+from keras_dist_ext.diagnosis.first_fit import FirstFit
+from keras_dist_ext.findings import Finding
 from keras_dist_ext.step import global_draws
 
 Strategy = tf.distribute.Strategy
 Build = Callable[[], keras.Model]
+SEEDS = kde.ReplicaSeeds(42, draws="global")
 
 
 def compiled(model: models.Build, library: models.Library, **arguments: Any) -> Build:
@@ -605,6 +611,20 @@ def test_it_is_printed_and_written_as_json(mirrored: Strategy) -> None:
     assert {gap["part"] for gap in read["deviations"] if gap["is_beyond"]} == {"gradient"}
 
 
+def test_what_random_ops_drew_is_a_table_and_no_deviation_is_none() -> None:
+    draws = (
+        Draws("drop", 1, 64, 0.5, is_equal=False, rate=0.25, kept=0.75),
+        Draws("noise", 2, 32, 1.0, is_equal=True),
+    )
+    made = Certificate("net", "MirroredStrategy (2 replicas)", 0, (), (), draws, ())
+    assert str(made) == "'net' under MirroredStrategy (2 replicas), 0 steps: equivalent to one device."
+    console = Console(width=200, file=io.StringIO())
+    console.print(made)
+    rows = [line.split() for line in console.file.getvalue().splitlines()]
+    assert ["drop", "1", "64", "50.0%", "0.750", "0.750"] in rows
+    assert ["noise", "2", "32", "100.0%"] in rows
+
+
 @pytest.mark.parametrize(
     ("give", "words"),
     [
@@ -638,6 +658,168 @@ def test_it_is_printed_and_written_as_json(mirrored: Strategy) -> None:
 def test_what_cannot_be_certified_is_refused(give: Any, words: str, mirrored: Strategy) -> None:
     with pytest.raises(kde.CertificateError, match=words):
         certify(*give(mirrored), steps=1)
+
+
+def fails(where: str, of: str) -> Build:
+    """Return what builds a model that fails on one device, or on replicas: when it is built, or in a step."""
+
+    class Failing(kde.Model):  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            fail("step")
+            return super().train_step(data)
+
+    def fail(part: str) -> None:
+        is_one = tf.distribute.get_strategy().num_replicas_in_sync == 1
+        if part == where and (of == "both" or is_one == (of == "one device")):
+            raise ValueError("no luck here")
+
+    def build() -> keras.Model:
+        fail("building")
+        inputs = layers.Input((5,))
+        model = Failing(inputs, layers.Dense(3)(inputs))
+        model.compile("sgd", "mse")
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("where", ["building", "step"])
+def test_what_fails_under_the_strategy_alone_is_a_finding(where: str, mirrored: Strategy) -> None:
+    certificate = certify(fails(where, "replicas"), mirrored, regression(8), steps=1, seeds=SEEDS)
+    (found,) = certificate.findings
+    assert found.code == "does-not-run"
+    begin = {"building": "Building the model", "step": "A step"}[where]
+    assert found.what.startswith(f"{begin} ends with ValueError under MirroredStrategy (2 replicas).")
+    assert "no luck here" in found.evidence
+    assert (certificate.num_steps, certificate.seed, certificate.draws) == (0, None, ())
+
+
+def test_what_fails_with_seeds_alone_is_a_finding_and_on_one_device_an_error(mirrored: Strategy) -> None:
+    def seeded(of: str) -> list[Finding]:
+        certification = _Certification(fails("step", of), mirrored, [tuple(map(tf.constant, regression(8)))], SEEDS)
+        certification._rows.append((4, 4))  # as if it had been compared without
+        certification._run_seeded(SEEDS)
+        return certification._findings
+
+    (found,) = seeded("replicas")
+    assert found.what.startswith("A step with seeds ends with ValueError under MirroredStrategy (2 replicas).")
+    with pytest.raises(kde.CertificateError, match="The model fails on one device.*no luck here"):
+        seeded("both")
+
+
+@pytest.mark.parametrize("where", ["building", "step"])
+def test_what_fails_on_one_device_has_no_certificate(where: str, mirrored: Strategy) -> None:
+    words = {"building": "The model cannot be built on one device", "step": "The model fails on one device"}[where]
+    with pytest.raises(kde.CertificateError, match=f"{words}, so nothing says what is right: .*no luck here"):
+        certify(fails(where, "both"), mirrored, regression(8), steps=1)
+
+
+class Updates(kde.Model):  # type: ignore[misc]
+    """Has an optimizer that its first step builds, and may fail in it."""
+
+    fails_on: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.own = layers.Dense(3), {"head": SGD(0.05, momentum=0.9)}
+
+    def call(self, x: Any) -> Any:
+        return self.head(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        if tf.distribute.get_strategy().num_replicas_in_sync in self.fails_on:
+            raise ValueError("no luck here")
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.own["head"].apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def updates(*fails_on: int) -> Build:
+    def build() -> keras.Model:
+        model = Updates()
+        model(np.zeros((1, 5)))
+        model.fails_on = fails_on  # the numbers of replicas
+        model.compile(loss="mse")
+        return model
+
+    return build
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_a_step_builds_is_compared_from_its_first_step(mirrored: Strategy) -> None:
+    certificate = certify(updates(), mirrored, regression(8), steps=1)
+    assert certificate.is_equivalent, str(certificate)
+    assert {"optimizer", "weights"} <= {deviation.part for deviation in certificate.deviations}
+    assert {deviation.step for deviation in certificate.deviations} == {1}
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_before_optimizers_are_built_fails_where_it_does(mirrored: Strategy) -> None:
+    (found,) = certify(updates(2), mirrored, regression(8), steps=1).findings
+    assert (found.code, "no luck here" in found.evidence) == ("does-not-run", True)
+    with pytest.raises(kde.CertificateError, match="The model fails on one device, .*: ValueError: .*no luck here"):
+        certify(updates(1), mirrored, regression(8), steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", [keras, kde], ids=["stock", "ours"])
+def test_a_model_whose_optimizer_is_built_is_certified_like_any(library: models.Library, mirrored: Strategy) -> None:
+    def build() -> keras.Model:  # as one that was loaded with its optimizer
+        model = compiled(models.dense, library)()
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    certificate = certify(build, mirrored, regression(8), steps=1)
+    assert certificate.is_equivalent, str(certificate)
+    assert "gradient" in {deviation.part for deviation in certificate.deviations}
+
+
+@pytest.mark.slow
+def test_steps_from_where_one_device_is_no_longer_finite_are_left_out(mirrored: Strategy) -> None:
+    def build() -> keras.Model:
+        return compiled(models.dense, keras, optimizer=SGD(1e30))()
+
+    certificate = certify(build, mirrored, regression(32), steps=4, batch_size=8)
+    assert certificate.num_steps < 4
+
+
+def test_two_models_that_are_not_alike_are_refused(mirrored: Strategy) -> None:
+    units = iter((6, 7))
+
+    def build() -> keras.Model:
+        model = keras.Sequential([layers.Input((5,)), layers.Dense(next(units)), layers.Dense(3)])
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.raises(kde.CertificateError, match="built another model on one device than under MirroredStrategy"):
+        certify(build, mirrored, regression(8), steps=1)
+
+
+class Raw(layers.Layer):  # type: ignore[misc]
+    """Keeps variables of TensorFlow's own."""
+
+    def __init__(self) -> None:
+        super().__init__(name="raw")
+        options = {"trainable": False, "synchronization": tf.VariableSynchronization.ON_READ}
+        self.seen = tf.Variable(0.0, **options, aggregation=tf.VariableAggregation.SUM)
+        self.count = tf.Variable(0, trainable=False)
+
+    def call(self, x: Any) -> Any:
+        return x
+
+
+def test_variables_of_tensorflow_are_state_that_is_compared_where_they_are_floats(mirrored: Strategy) -> None:
+    def build() -> keras.Model:
+        return compiled(lambda lib: lib.Sequential([layers.Input((5,)), Raw(), layers.Dense(3)]), keras)()
+
+    run = TrainingRun(build, mirrored, tuple(map(tf.constant, regression(8))))
+    names = [f"{part} {name.rpartition('/')[2]}" for part, name, _ in run.compared]
+    assert names == ["weights kernel", "weights bias", "state seen"]
+    run.load([value + 3.0 for value in run.state()])
+    assert run.state()[2] == 3.0  # of all replicas, which add up
 
 
 def in_scope(strategy: Strategy) -> keras.Model:
@@ -708,6 +890,13 @@ def test_it_is_refused_inside_of_a_scope(mirrored: Strategy) -> None:
         certify(compiled(models.dense, keras), mirrored, regression(8))
 
 
+def test_of_arrays_an_optional_input_may_be_none() -> None:
+    x, y = regression(8)
+    (batch,) = global_batches(({"x": x, "mask": None}, y), 1, 8)
+    assert batch[0]["mask"] is None
+    np.testing.assert_array_equal(batch[0]["x"], x.astype("float32"))
+
+
 SCRIPT = """
 import sys
 import keras, numpy as np, tensorflow as tf
@@ -758,6 +947,27 @@ def test_what_fit_makes_of_its_data_is_what_a_script_is_certified_on(data: str, 
     assert codes(found) == ["local-weight-count"], str(found)
 
 
+def test_a_script_that_trains_on_one_device_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("with strategy.scope()", "if True"))
+    with pytest.raises(kde.CertificateError, match="on one device: there is nothing to compare"):
+        certify_script(str(script), ["stock"])
+
+
+def test_a_certificate_is_printed_and_its_exit_code_says_whether_it_is_clean(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clean = Certificate("net", "MirroredStrategy (2 replicas)", 1, ((1, 1),), (), (), ())
+    assert print_certificate(clean) == 0
+    assert "equivalent to one device" in capsys.readouterr().out
+    assert print_certificate(dataclasses.replace(clean, findings=(Finding("a", "b", "c", "d"),))) == 1
+
+
+def test_a_dataset_that_a_script_trains_on_is_certified_on_as_it_is() -> None:
+    dataset = tf.data.Dataset.from_tensors(1.0)
+    assert FirstFit(None, {"x": dataset}).data() is dataset
+
+
 @pytest.mark.slow
 def test_the_command_prints_a_certificate_and_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, file = tmp_path / "train.py", tmp_path / "certificate.json"
@@ -780,9 +990,6 @@ def test_a_script_that_never_trains_is_refused(tmp_path: Path) -> None:
     script.write_text("print('nothing')")
     with pytest.raises(kde.CertificateError, match="ended without a call of `fit`"):
         certify_script(str(script))
-
-
-SEEDS = kde.ReplicaSeeds(42, draws="global")
 
 
 @pytest.mark.parametrize("rows", rotating([45, 32], [], slow=[45]))
@@ -836,6 +1043,8 @@ def test_seeds_by_which_sides_draw_otherwise_are_refused(strategies: Any) -> Non
     mirrored = strategies.get("mirrored2")
     with pytest.raises(kde.CertificateError, match="each replica draws its own numbers"):
         certify(compiled(dropout, kde), mirrored, regression(32), seeds=kde.ReplicaSeeds(42))
+    with pytest.raises(kde.CertificateError, match="each replica draws its own numbers"):
+        certify(compiled(dropout, kde), mirrored, regression(32), seeds=kde.ReplicaSeeds(42, draws="replica"))
     with pytest.raises(kde.CertificateError, match="seeds must be ReplicaSeeds.* or None, got 42"):
         certify(compiled(dropout, kde), mirrored, regression(32), seeds=42)  # type: ignore[arg-type]
     with pytest.raises(kde.CertificateError, match="stock Keras, whose replicas do not draw by ReplicaSeeds"):

@@ -8,9 +8,10 @@ Letters: N = rows of the global batch; R = replicas.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,9 +130,16 @@ class Lockstep:
         self.rounding = rounding_of(self.many.model)
 
     def build_optimizers(self, batch: StepData) -> None:
-        """Have optimizers make their variables that only do so in a step."""
-        for side in (self.one, self.many):
-            side.build_optimizers(batch, self.bounds(int(num_rows(batch))))
+        """Have optimizers make their variables that only do so in a step.
+
+        Raises:
+            CertificateError: one device itself fails.
+            Exception: whatever the replicas' step ends with.
+        """
+        bounds = self.bounds(int(num_rows(batch)))
+        with _must_work():
+            self.one.build_optimizers(batch, bounds)
+        self.many.build_optimizers(batch, bounds)
         self._slots = dict(self.many.slot_kinds())
         for side in (self.one, self.many):
             side.slots = list(zip(self._slots, side.optimizer_variables(), strict=True))
@@ -212,12 +220,8 @@ class Lockstep:
     ) -> Values:
         self.one.load(before)
         self.draws.at(self.one.model, step)
-        try:
+        with _must_work():
             return self.one.step(batch, (), without=without, gradients=gradients)
-        except Exception as error:
-            raise CertificateError(
-                f"The model fails on one device, so nothing says what is right: {type(error).__name__}: {error}"
-            ) from error
 
     def _reordered(self, batch: StepData, before: State, without: Collection[str], step: int) -> Values:
         """Make the step on one device in another way that is as good: rows reordered, values moved by rounding."""
@@ -236,6 +240,21 @@ class Lockstep:
             comparison.expected, again, comparison.expected, {}, comparison.step, self.rounding, self._slots
         )
         return max((d for d in deviations if d.is_beyond), key=lambda d: d.excess, default=None)
+
+
+@contextlib.contextmanager
+def _must_work() -> Iterator[None]:
+    """Let what one device does be no matter of the strategy.
+
+    Raises:
+        CertificateError: it fails.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise CertificateError(
+            f"The model fails on one device, so nothing says what is right: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _is_of_update(deviation: Deviation) -> bool:

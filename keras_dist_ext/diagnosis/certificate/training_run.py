@@ -52,7 +52,7 @@ class TrainingRun:
         self, build_model: Callable[[], keras.Model], strategy: tf.distribute.Strategy | None, batch: StepData
     ) -> None:
         self.strategy = strategy
-        with contextlib.nullcontext() if strategy is None else strategy.scope():
+        with self._in_scope():
             self.model = build_model()
         self._check_model()
         runtime = runtime_of(self.model)
@@ -60,7 +60,8 @@ class TrainingRun:
         if runtime is not None:
             runtime.check = False  # what its steps do is what the certificate says
             runtime.chooses_xla = False  # which rounds otherwise
-        self._kept = [GradientSlots(optimizer) for _, optimizer in optimizers(self.model)]
+        with self._in_scope():  # where slots are made, of an optimizer that is built
+            self._kept = [GradientSlots(optimizer) for _, optimizer in optimizers(self.model)]
         self.trouble_of_fit: Exception | None = None
         self._build(batch)
         self._functions: dict[frozenset[str], UserFunction] = {}  # that make a step, by what it is made without
@@ -70,6 +71,9 @@ class TrainingRun:
         self.slots: list[
             tuple[str, tf.Variable]
         ] = []  # (name, variable) of optimizers, once they are known to be built
+
+    def _in_scope(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self.strategy is None else self.strategy.scope()
 
     def _check_model(self) -> None:
         if not isinstance(self.model, keras.Model) or not self.model.compiled:
@@ -89,7 +93,7 @@ class TrainingRun:
             with patched(self.model.replica_runtime, "needs_variables", True):
                 build_as_fit(self.model, batch)
             return
-        with contextlib.nullcontext() if self.strategy is None else self.strategy.scope():
+        with self._in_scope():
             if self.num_replicas > 1:
                 try:
                     begin_fit(self.model, self.split(batch, bounds_of_tensorflow(num_rows(batch), self.num_replicas)))
