@@ -80,8 +80,21 @@ def _text(token: bytes | str) -> str:
 
 
 def _function(registered: UserFunction | None) -> Any:
-    function = getattr(registered, "_func", registered)  # of py_function, its EagerFunc
-    return None if function is None else inspect.unwrap(getattr(function, "func", function))
+    function: Any = getattr(registered, "_func", registered)  # of py_function, its EagerFunc
+    while True:
+        inner = _inside(function)
+        if inner is None:
+            return function
+        function = inner
+
+
+def _inside(function: Any) -> Any:
+    """Return what a function only passes calls on to; None where it is one itself."""
+    if isinstance(function, functools.partial):
+        return function.func
+    if inspect.isfunction(function) and function.__module__ == "tensorflow.python.autograph.impl.api":
+        return inspect.getclosurevars(function).nonlocals.get("func")  # `do_not_convert`, of an object that is called
+    return getattr(function, "__wrapped__", None)
 
 
 def _is_own(function: object) -> bool:

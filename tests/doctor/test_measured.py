@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -15,9 +17,13 @@ import tensorflow as tf
 from doctor_runs import L
 
 import keras_dist_ext as kde
+from keras_dist_ext._keras import python_ops
+from keras_dist_ext._keras.python_ops import observe_python_ops
 from keras_dist_ext.diagnosis.doctor import setting
+from keras_dist_ext.diagnosis.doctor.examination import Examination, Setting
 from keras_dist_ext.diagnosis.doctor.python_data import MadeInPython
 from keras_dist_ext.diagnosis.doctor.python_data_rules import explains_wait
+from keras_dist_ext.diagnosis.doctor.rules import judge
 
 STEP_BLOCKS = "keras_dist_ext.diagnosis.doctor.step_blocks"
 
@@ -192,6 +198,30 @@ def test_a_wait_that_making_a_batch_does_not_explain_is_not_the_fault_of_a_py_da
     assert explains_wait(dataclasses.replace(made, use_multiprocessing=True), 0.007)  # sending takes long
 
 
+class Adds:
+    """A function of Python without a line of its own."""
+
+    def __call__(self, x: Any) -> Any:
+        return x + np.float32(1)
+
+
+def test_calls_of_functions_of_python_are_noted_by_all_that_watch_and_by_no_other() -> None:
+    seen: list[list[str]] = [[], []]
+    stops = [observe_python_ops(lambda token, *_, noted=noted: noted.append(token)) for noted in seen]
+    adds = functools.partial(Adds())
+    step = tf.function(lambda x: tf.numpy_function(adds, [x], tf.float32)).get_concrete_function(1.0)
+    ((token, name),) = python_ops.python_ops_of([step.graph]).items()
+    assert name == "Adds"
+    for expected in ([1, 1], [1, 2], [1, 2]):
+        assert step(tf.constant(1.0)).numpy() == 2.0
+        assert [len(noted) for noted in seen] == expected
+        assert set(seen[0] + seen[1]) == {token}
+        for stop in stops[:1] * 2:  # as often as one likes
+            stop()
+        stops = stops[1:] if len(stops) > 1 else stops
+    assert not python_ops._observers
+
+
 # Where measuring fails
 
 
@@ -228,7 +258,98 @@ def test_a_doctor_that_fails_in_the_middle_or_at_the_end_lets_training_go_on(mon
         assert doctor.report.examination.times.others_cores is None
 
 
+def test_what_fails_while_a_model_is_diagnosed_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Any) -> None:
+        raise KeyError("no such rule")
+
+    monkeypatch.setattr("keras_dist_ext.diagnosis.doctor.doctor.judge", fails)
+    model = kde.Sequential([keras.Input((4,)), L.Dense(1)])
+    model.compile("sgd", "mse")
+    before = model.get_weights()
+    with pytest.raises(KeyError, match="no such rule"):
+        kde.diagnose(model, np.ones((8, 4)), np.ones((8, 1)), num_steps=2, interventions=False)
+    np.testing.assert_array_equal(model.get_weights()[0], before[0])
+
+
+class NeverTrains(kde.Sequential):  # type: ignore[misc]
+    def fit(self, *_: Any, **__: Any) -> None:
+        """Train in a way of its own, without callbacks."""
+
+
+def test_a_model_whose_fit_calls_no_callback_is_no_matter_for_the_doctor() -> None:
+    model = NeverTrains([keras.Input((4,)), L.Dense(1)], name="never")
+    model.compile("sgd", "mse")
+    with pytest.raises(kde.MonitorError, match="^'never' made no step, so there is nothing to judge"):
+        kde.diagnose(model, np.ones((8, 4)), np.ones((8, 1)))
+
+
+# Runs in the middle of others
+
+
+class Begins(keras.callbacks.Callback):  # type: ignore[misc]
+    """Begins another run, with the same doctor, at the end of an epoch."""
+
+    def __init__(self, kind: str, doctor: kde.ParallelismDoctor) -> None:
+        super().__init__()
+        self.kind, self.doctor = kind, doctor
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.kind == "fails":
+            raise KeyError("broken off")
+        x = np.ones((8, 4), "float32")
+        getattr(self.model, self.kind)(x, x[:, :1], verbose=0, callbacks=[self.doctor])
+
+
+@pytest.mark.parametrize(("library", "kind"), [(kde, "evaluate"), (keras, "fit")], ids=["ours", "stock"])
+def test_a_run_that_begins_another_one_with_its_doctor_goes_on(library: Any, kind: str) -> None:
+    doctor = kde.ParallelismDoctor(show=False)
+    model = library.Sequential([keras.Input((4,)), L.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=1)
+    x = np.ones((48, 4), "float32")
+    history = model.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0, callbacks=[doctor, Begins(kind, doctor)])
+    assert len(history.history["loss"]) == 2
+    assert doctor.report is not None
+    assert (doctor.report.examination.times is not None) == (library is kde)
+    assert not python_ops._observers
+
+
+def test_a_doctor_of_stock_keras_leaves_nothing_of_a_run_that_broke_to_the_next_one() -> None:
+    doctor = kde.ParallelismDoctor(show=False)
+    model = keras.Sequential([keras.Input((4,)), L.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.ones((8, 4), "float32")
+    with pytest.raises(KeyError, match="broken off"):
+        model.fit(x, x[:, :1], verbose=0, callbacks=[doctor, Begins("fails", doctor)])
+    model.evaluate(x, x[:, :1], verbose=0, callbacks=[kde.ParallelismDoctor(show=False)])
+    model.fit(x, x[:, :1], verbose=0, callbacks=[doctor])
+    assert doctor.report is not None
+    assert not python_ops._observers
+
+
+def test_steps_of_parameter_servers_are_not_recorded() -> None:
+    recorders: list[Any] = []
+    strategy = object.__new__(tf.distribute.ParameterServerStrategy)
+    model: Any = SimpleNamespace(distribute_strategy=strategy, add_recorder=recorders.append, train_function=None)
+    doctor = kde.ParallelismDoctor(show=False)
+    doctor.on_run_prepare(model)
+    doctor.on_run_end()
+    assert not recorders
+
+
 # What is written, and compared with
+
+
+def test_a_report_that_cannot_be_written_is_a_warning_and_without_a_run_there_is_none(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    doctor = kde.ParallelismDoctor(json=tmp_path / "file" / "doctor.json")
+    doctor.write_report()
+    assert not capsys.readouterr().out
+    doctor.report = judge(Examination(Setting(strategy="mirrored", num_replicas=2, devices=("GPU:0", "GPU:1"))))
+    with pytest.warns(UserWarning, match="The doctor's report could not be written to .*doctor.json"):
+        doctor.write_report()
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_two_runs_with_one_folder_are_compared_and_a_model_of_other_weights_is_not(

@@ -125,8 +125,8 @@ class ParallelismDoctor(RunCallback):
 
     def on_run_begin(self, callbacks: Sequence[keras.callbacks.Callback], data: RunData | None) -> None:
         """Have the other callbacks timed, and look at the data."""
-        if self._trace is not None:
-            self._trace.on_run_begin(callbacks, data, self, times_epochs=self.judges_epochs)
+        assert self._trace is not None  # since `on_run_prepare`
+        self._trace.on_run_begin(callbacks, data, self, times_epochs=self.judges_epochs)
 
     def on_run_end(self) -> None:
         """Leave everything as it was."""
@@ -156,24 +156,26 @@ class ParallelismDoctor(RunCallback):
 
     def on_after_epoch_begin(self) -> None:
         """Take note of a new epoch."""
-        if self._trace is not None:
-            self._guarded(self._trace.begin_epoch)
+        self._note(RunTrace.begin_epoch)
 
     def on_after_epoch_end(self, epoch: int) -> None:
         """Take note of the end of an epoch."""
-        if self._trace is not None:
-            self._guarded(self._trace.end_epoch)
+        self._note(RunTrace.end_epoch)
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Take note that validation begins."""
-        if self._trace is not None:
-            self._guarded(self._trace.begin_validation)
+        self._note(RunTrace.begin_validation)
 
     def on_test_end(self, logs: Logs | None = None) -> None:
         """Take note that validation has ended, and forget what was recorded of it."""
         self._recorder.fetch("test")
-        if self._trace is not None:
-            self._guarded(self._trace.end_validation)
+        self._note(RunTrace.end_validation)
+
+    def _note(self, take_note: Callable[[RunTrace], None]) -> None:
+        """Have the trace of a run take note, where there is one: not where a model of stock Keras evaluates."""
+        trace = self._trace
+        if trace is not None:
+            self._guarded(lambda: take_note(trace))
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Judge, and write the report."""
