@@ -300,6 +300,7 @@ class Begins(keras.callbacks.Callback):  # type: ignore[misc]
         getattr(self.model, self.kind)(x, x[:, :1], verbose=0, callbacks=[self.doctor])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("library", "kind"), [(kde, "evaluate"), (keras, "fit")], ids=["ours", "stock"])
 def test_a_run_that_begins_another_one_with_its_doctor_goes_on(library: Any, kind: str) -> None:
     doctor = kde.ParallelismDoctor(show=False)
@@ -313,6 +314,7 @@ def test_a_run_that_begins_another_one_with_its_doctor_goes_on(library: Any, kin
     assert not python_ops._observers
 
 
+@pytest.mark.slow
 def test_a_doctor_of_stock_keras_leaves_nothing_of_a_run_that_broke_to_the_next_one() -> None:
     doctor = kde.ParallelismDoctor(show=False)
     model = keras.Sequential([keras.Input((4,)), L.Dense(1)])

@@ -18,6 +18,7 @@ from doctor_runs import ROWS, WIDTH, L, X, Y, heavy, pipeline, sleeping, tiny
 import keras_dist_ext as kde
 from keras_dist_ext.cli import main
 from keras_dist_ext.diagnosis.plan import sums_in_steps
+from keras_dist_ext.diagnosis.plan.measure import _time_steps
 from keras_dist_ext.diagnosis.plan.planned_script import plan_script
 from keras_dist_ext.diagnosis.plan.sums import time_sums, time_sums_in_memory
 from keras_dist_ext.step import reducers
@@ -199,6 +200,7 @@ def generator() -> Any:
         ({"data": None}, "^data must be what `fit` takes"),
         ({"epochs": 3}, "^epochs has no place in a plan"),
         ({"y": Y}, "^y was given beside data that is no array"),
+        ({"data": X, "sample_weight": Y[:, 0]}, "^sample_weight was given without y. Give y, too."),
     ],
 )
 def test_a_bad_argument_is_an_error_that_names_it(given: dict[str, Any], message: str) -> None:
@@ -227,6 +229,49 @@ def test_what_pick_strategy_returns_is_refused_with_what_to_give() -> None:
     choice = kde.pick_strategy("one_device")
     with pytest.raises(kde.StrategyError, match=r"^network must be .*it has one: `StrategyChoice.strategy`"):
         kde.plan(made(tiny()), pipeline(), network=choice)
+
+
+def test_a_model_under_another_strategy_is_refused_with_what_to_give() -> None:
+    with tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"]).scope():
+        model = made(tiny(), keras.Sequential)
+    with pytest.raises(kde.MonitorError, match=r"lives under CentralStorage.*by network=strategy\."):
+        kde.plan(model, pipeline())
+
+
+class Fails(kde.Model):
+    fails = False
+
+    def train_step(self, data: Any) -> Any:
+        if self.fails:
+            raise ValueError("no luck here")
+        return super().train_step(data)
+
+
+@pytest.mark.slow
+def test_steps_that_cannot_be_timed_are_an_error_that_says_why(mirrored: Any) -> None:
+    with mirrored.scope():
+        inputs = keras.Input((2,))
+        model = Fails(inputs, keras.layers.Dense(1)(inputs), name="net")
+        model.compile("sgd", "mse")
+    batch = tf.data.Dataset.from_tensors((tf.ones([4, 2]), tf.ones([4, 1])))
+    model.fit(batch, verbose=0)
+    model.fails = True
+    words = "^Steps of 'net' could not be timed: ValueError: .*no luck here"
+    with pytest.raises(kde.MonitorError, match=words):
+        sums_in_steps._added_in_memory(model, batch)
+    with pytest.raises(kde.MonitorError, match=words):
+        _time_steps(model, batch, [2, 4])
+
+
+class Stops(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.stop_training = True
+
+
+@pytest.mark.slow
+def test_a_callback_that_ends_the_run_leaves_too_few_steps_to_measure() -> None:
+    with pytest.raises(kde.MonitorError, match="made too few steps to measure them. Give num_steps, or more data."):
+        kde.plan(made(tiny()), pipeline(), callbacks=[Stops()])
 
 
 def test_a_plan_inside_of_a_scope_is_refused(mirrored: Any) -> None:

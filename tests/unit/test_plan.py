@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
+import keras_dist_ext as kde
 from keras_dist_ext import data
 from keras_dist_ext.argument_types import counts
+from keras_dist_ext.diagnosis.first_fit import FirstFit
+from keras_dist_ext.diagnosis.plan import planned_script
 from keras_dist_ext.diagnosis.plan.assumptions import assumptions_of
 from keras_dist_ext.diagnosis.plan.links import DOCUMENTED, Link, SumTimes, fit_line, read_network
+from keras_dist_ext.diagnosis.plan.measure import _peak_of, _time_updates
 from keras_dist_ext.diagnosis.plan.measurements import Measurements
 from keras_dist_ext.diagnosis.plan.plan_report import Plan
 from keras_dist_ext.diagnosis.plan.scaling import KINDS, draw_curve
@@ -45,6 +54,9 @@ def planned(made: Measurements, replicas: tuple[int, ...] = REPLICAS, devices: A
     curves = tuple(draw_curve(kind, replicas, made, costs, draws, devices) for kind in KINDS)
     changes = {curve.kind: what_ifs(curve.stops_at or curve.points[-1], made, costs, devices) for curve in curves}
     return Plan(made, costs, curves, changes, assumptions_of(made, costs, curves, devices))
+
+
+SUMS = SumTimes(8, {4096: (1e-4,), 8192: (2e-4,)}, "here")  # of as many replicas as are planned for
 
 
 def finding(code: str, seconds: float | None) -> Finding:
@@ -294,6 +306,11 @@ def test_a_slow_network_is_named() -> None:
     assert plan.curve("fixed global batch").best.num_replicas == 1
 
 
+def test_a_finding_without_seconds_changes_nothing_that_could_be_predicted() -> None:
+    found = planned(measured(findings=(finding("unknown", None),)), (1, 2)).what_ifs["fixed global batch"]
+    assert "unknown" not in [one.code for one in found]
+
+
 def test_what_brings_next_to_nothing_is_not_said() -> None:
     made = measured(host=(1e-7,), findings=(finding("slow-callback", 1e-7),))
     assert not {"slow-callback", "host", "input"} & {one.code for one in planned(made).what_ifs["fixed global batch"]}
@@ -317,6 +334,7 @@ def test_what_brings_next_to_nothing_is_not_said() -> None:
         ({"run_seconds": 0.05}, "own", "predicted to take 28.8 ms a step, and took 50 ms in the run"),
         ({}, "own", "The memory of CPU:0 was not measured"),
         ({"sums": SumTimes(2, {4096: (1e-4,), 8192: (2e-4,)}, "here")}, "own", "Sums were measured on 2 replicas"),
+        ({"sums": SUMS, "gradient_bytes": 10_000}, "own", "Sums were measured up to .*; beyond, seconds grow"),
     ],
 )
 def test_what_was_not_measured_is_said(changed: dict[str, Any], devices: str, said: str) -> None:
@@ -363,6 +381,122 @@ def test_the_plan_is_text_and_json() -> None:
     assert [point["replicas"] for point in of_all["points"]] == [1, 2, 4, 8]
     assert of_all["pays"] == plan.curve("fixed global batch").best.num_replicas
     assert sum(of_all["points"][0]["parts"].values()) == pytest.approx(of_all["points"][0]["step_seconds"]["value"])
+
+
+def test_a_plan_has_no_other_curve() -> None:
+    with pytest.raises(KeyError, match="perfect"):
+        planned(measured()).curve("perfect")  # type: ignore[arg-type]
+
+
+# What is measured, and how: nothing is trained
+
+
+@pytest.mark.parametrize(
+    ("given", "in_memory", "expected"),
+    [
+        ({}, False, "in steps"),
+        pytest.param({}, True, None, marks=pytest.mark.slow),
+        ({"devices": "shared"}, True, "in memory"),
+        pytest.param({"devices": "shared", "replicas": [1]}, True, None, marks=pytest.mark.slow),
+        pytest.param({"network": "10Gb/s, 50us"}, False, None, marks=pytest.mark.slow),
+    ],
+)
+def test_sums_are_measured_where_replicas_are_meant_to_be(
+    given: dict[str, Any], in_memory: bool, expected: str | None, mirrored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timed(where: str, num_replicas: int) -> SumTimes:
+        return SumTimes(num_replicas, {4096: (1e-4,), 8192: (2e-4,)}, where)
+
+    module = importlib.import_module("keras_dist_ext.diagnosis.plan.plan")
+    monkeypatch.setattr(module, "measure_one_replica", lambda *_, **__: measured(gradient_bytes=8192))
+    monkeypatch.setattr(module, "shares_memory", lambda _: in_memory)
+    monkeypatch.setattr(module, "time_sums_in_memory", lambda num_replicas, _: timed("in memory", num_replicas))
+    in_steps = lambda model, one, strategy, *_, **__: timed("in steps", strategy.num_replicas_in_sync)  # noqa: E731
+    monkeypatch.setattr(module, "time_sums_in_steps", in_steps)
+    with mirrored.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    sums = kde.plan(model, np.ones((8, 2)), np.ones((8, 1)), **{"replicas": [1, 2], **given}).measured.sums
+    assert (None if sums is None else sums.where) == expected
+    assert sums is None or sums.num_replicas == 2
+
+
+def test_a_model_without_an_optimizer_has_no_update_to_time() -> None:
+    assert _time_updates(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])) == (0.0,)
+
+
+@pytest.mark.parametrize("counts_memory", [True, False])
+def test_the_memory_of_a_gpu_is_the_most_that_an_execution_takes(
+    counts_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def reset(device: str) -> None:
+        if not counts_memory:
+            raise ValueError("the allocator keeps no count")
+        done.append(f"reset {device}")
+
+    def info(device: str) -> dict[str, int]:
+        done.append(f"read {device}")
+        return {"peak": 12}
+
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [kind])
+    monkeypatch.setattr(tf.config.experimental, "reset_memory_stats", reset)
+    monkeypatch.setattr(tf.config.experimental, "get_memory_info", info)
+    conditions: Any = SimpleNamespace(run=lambda name: done.append(f"run {name}"))
+    assert list(_peak_of(conditions, "8")) == ([12] if counts_memory else [])
+    assert done == (["reset GPU:0", "run 8", "read GPU:0"] if counts_memory else [])
+
+
+# A script
+
+
+class Watches(keras.callbacks.Callback):
+    """A callback of the script's."""
+
+
+@pytest.mark.parametrize("is_quiet", [True, False])
+def test_a_script_is_planned_by_what_its_first_fit_was_given(
+    is_quiet: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def plan(model: Any, x: Any, **given: Any) -> Plan:
+        asked.update(given, x=x)
+        return planned(measured(), (1, 2))
+
+    (tmp_path / "train.py").touch()
+    given = {"x": "x", "y": "y", "batch_size": 8, "epochs": 9, "class_weight": None}
+    callbacks = [Watches(), Watches()] if is_quiet else []
+    monkeypatch.setattr(
+        planned_script, "run_to_first_fit", lambda *_: FirstFit(None, {**given, "callbacks": callbacks})
+    )
+    monkeypatch.setattr(planned_script, "plan", plan)
+    places = {"json": tmp_path / "plan.json", "log_dir": tmp_path / "logs"} if is_quiet else {}
+    made = planned_script.plan_script(str(tmp_path / "train.py"), replicas=[2, 1], show=not is_quiet, **places)
+    assert asked == {
+        **{name: given[name] for name in ("x", "y", "batch_size")},
+        "replicas": (1, 2),
+        "devices": "own",
+        "network": None,
+        "num_steps": 60,
+    }
+    left_out = [sentence for sentence in made.assumptions if "callbacks were left out" in sentence]
+    assert len(left_out) == is_quiet
+    assert all(sentence.endswith(": Watches.") for sentence in left_out)
+    assert ("Fixed global batch" in capsys.readouterr().out) == (not is_quiet)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*(["logs", "plan.json"] * is_quiet), "train.py"]
+    if is_quiet:
+        assert json.loads((tmp_path / "plan.json").read_text()) == json.loads(made.to_json())
+        events = EventAccumulator(str(tmp_path / "logs" / "plan" / "all")).Reload()
+        assert events.Tensors(names.PLAN_TAG)
+
+
+def test_a_script_is_not_run_where_its_plan_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(3)")
+    (tmp_path / "file").touch()
+    with pytest.raises(MonitorError, match=r"events cannot be written to .*file"):
+        planned_script.plan_script(str(tmp_path / "train.py"), log_dir=tmp_path / "file")
 
 
 def test_a_plan_is_saved_for_tensorboard(tmp_path: Path) -> None:

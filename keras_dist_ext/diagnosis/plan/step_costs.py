@@ -126,8 +126,6 @@ class StepCosts:
 
         What was measured deviates from the line; in between by what the two next to it do, outside as at the end.
         """
-        if examples <= 0:
-            return 0.0
         off = self.seconds / np.maximum([self.line(size) for size in self.sizes], 1e-15)
         return max(0.0, self.line(examples) * float(np.interp(examples, self.sizes, off)) - self.update)
 
