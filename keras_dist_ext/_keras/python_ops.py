@@ -102,7 +102,8 @@ def _is_own(function: object) -> bool:
 
 
 def _described(function: object, token: str) -> str:
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return getattr(type(function), "__name__", token) if function is not None else token
-    return f"{getattr(function, '__name__', token)} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+    if function is None:
+        return token
+    name: str = getattr(function, "__name__", type(function).__name__)
+    code = getattr(function, "__code__", None)  # which objects and functions of C do not have
+    return name if code is None else f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"

@@ -27,6 +27,7 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 import keras_dist_ext as kde
 from keras_dist_ext.diagnosis.doctor import setting
+from keras_dist_ext.diagnosis.doctor.interventions import _doubled, experiment
 from keras_dist_ext.diagnosis.doctor.report import Report
 from keras_dist_ext.strategy.pick import pick_strategy
 from keras_dist_ext.training.snapshot import _copies
@@ -367,6 +368,63 @@ def test_diagnosis_with_experiments_leaves_every_copy_of_every_variable_bit_for_
     for one in (model, reference):
         one.fit(pipeline(), steps_per_epoch=5, verbose=0, shuffle=False)
     assert [w.tobytes() for w in model.get_weights()] == [w.tobytes() for w in reference.get_weights()]
+
+
+class NoCopy(kde.Model):
+    """Cannot be rebuilt on one device."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.head = L.Dense(num)
+
+    def call(self, x: Any) -> Any:
+        return self.head(x)
+
+    def get_config(self) -> Any:
+        raise NotImplementedError("no config")
+
+
+def _tried(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name, value in {"_BLOCK_SECONDS": 1e-6, "_DRAIN_SECONDS": 1e-6, "_MANY_SECONDS": 1e-6, "_SECONDS": 0.0}.items():
+        monkeypatch.setattr(f"keras_dist_ext.diagnosis.doctor.interventions.{name}", value)
+    batches = tf.data.Dataset.from_tensors((tf.ones([8, 2]), tf.ones([8, 1]))).repeat(2)
+    model.fit(batches, verbose=0)
+    before = model.get_weights()
+    trials = experiment(model, batches)
+    for was, now in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(was, now)
+    return trials
+
+
+@pytest.mark.slow
+def test_steps_that_run_eagerly_are_tried_compiled_and_run_eagerly_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = kde.Sequential([keras.Input((2,)), L.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    trials = _tried(model, monkeypatch)
+    assert set(trials.seconds) == {"as it was", "data", "compiled", "double"}  # one replica has no sum
+    assert model.run_eagerly
+    assert not tf.config.functions_run_eagerly()
+
+
+@pytest.mark.slow
+def test_experiments_that_a_model_does_not_bear_are_left_out_with_the_reason(
+    mirrored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mirrored.scope():
+        model = NoCopy(1)
+        model.compile("sgd", "mse", virtual_replicas=2)
+    trials = _tried(model, monkeypatch)
+    assert set(trials.seconds) >= {"as it was", "data"}
+    assert trials.skipped["no sum"] == "virtual replicas are summed in order"
+    assert "one device" in trials.skipped, trials.skipped
+
+
+def test_twice_the_rows_are_of_every_part_that_has_rows() -> None:
+    sparse = tf.sparse.from_dense([[1.0, 0.0]])
+    dense, twice, scalar = _doubled((tf.constant([[1.0]]), sparse, tf.constant(3.0)))
+    np.testing.assert_array_equal(dense, [[1.0], [1.0]])
+    np.testing.assert_array_equal(tf.sparse.to_dense(twice), [[1.0, 0.0], [1.0, 0.0]])
+    assert scalar.numpy() == 3.0
 
 
 class OwnOptimizer(kde.Model):

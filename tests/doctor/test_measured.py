@@ -20,10 +20,12 @@ import keras_dist_ext as kde
 from keras_dist_ext._keras import python_ops
 from keras_dist_ext._keras.python_ops import observe_python_ops
 from keras_dist_ext.diagnosis.doctor import setting
-from keras_dist_ext.diagnosis.doctor.examination import Examination, Setting
+from keras_dist_ext.diagnosis.doctor.examination import Examination, PlacedElsewhere, Setting
+from keras_dist_ext.diagnosis.doctor.python_clock import PythonClock
 from keras_dist_ext.diagnosis.doctor.python_data import MadeInPython
 from keras_dist_ext.diagnosis.doctor.python_data_rules import explains_wait
 from keras_dist_ext.diagnosis.doctor.rules import judge
+from keras_dist_ext.diagnosis.doctor.run_trace import _inspected
 
 STEP_BLOCKS = "keras_dist_ext.diagnosis.doctor.step_blocks"
 
@@ -222,6 +224,24 @@ def test_calls_of_functions_of_python_are_noted_by_all_that_watch_and_by_no_othe
     assert not python_ops._observers
 
 
+def test_functions_of_python_that_were_not_called_took_no_time() -> None:
+    def both(x: Any) -> Any:
+        return tf.numpy_function(abs, [x], tf.float32) + tf.numpy_function(round, [x], tf.float32)
+
+    clock = PythonClock()
+    try:
+        step = tf.function(both).get_concrete_function(tf.TensorSpec([]))
+        tokens = {name: token for token, name in python_ops.python_ops_of([step.graph]).items()}
+        assert set(tokens) == {"abs", "round"}
+        called = "round"
+        for begin in (1.0, 2.0):
+            clock._note(tokens[called], begin, begin + 0.5)
+        (calls,) = clock.calls([step.graph])
+    finally:
+        clock.stop()
+    assert (calls.function, calls.num_calls, calls.seconds) == (called, 2, 1.0)
+
+
 # Where measuring fails
 
 
@@ -258,6 +278,7 @@ def test_a_doctor_that_fails_in_the_middle_or_at_the_end_lets_training_go_on(mon
         assert doctor.report.examination.times.others_cores is None
 
 
+@pytest.mark.slow
 def test_what_fails_while_a_model_is_diagnosed_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: Any) -> None:
         raise KeyError("no such rule")
@@ -281,6 +302,60 @@ def test_a_model_whose_fit_calls_no_callback_is_no_matter_for_the_doctor() -> No
     model.compile("sgd", "mse")
     with pytest.raises(kde.MonitorError, match="^'never' made no step, so there is nothing to judge"):
         kde.diagnose(model, np.ones((8, 4)), np.ones((8, 1)))
+
+
+def test_a_pipeline_that_is_quick_or_that_fails_costs_no_finding() -> None:
+    quick = tf.data.Dataset.range(8).batch(2)
+    findings, seconds = _inspected(quick, least_seconds=100.0)
+    assert findings == []
+    assert seconds is not None
+    assert 0.0 < seconds < 100.0
+    assert _inspected(quick.map(lambda x: tf.debugging.check_numerics(tf.cast(x, tf.float32) / 0.0, "inf"))) == (
+        [],
+        None,
+    )
+
+
+@pytest.mark.slow
+def test_of_data_that_can_be_read_once_no_experiment_is_made() -> None:
+    doctor = kde.ParallelismDoctor(show=False, interventions=True)
+    model = kde.Sequential([keras.Input((4,)), L.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=1)
+    x = np.ones((4, 4), "float32")
+    model.fit(((x, x[:, :1]) for _ in range(12)), steps_per_epoch=12, verbose=0, callbacks=[doctor])
+    assert doctor.report is not None
+    trials = doctor.report.examination.trials
+    assert trials is not None
+    assert (trials.seconds, trials.skipped) == ({}, {"all": "the data can be read once only"})
+
+
+@pytest.mark.slow
+def test_callbacks_in_a_list_of_keras_are_not_timed_and_steps_are() -> None:
+    doctor = kde.ParallelismDoctor(show=False)
+    model = kde.Sequential([keras.Input((4,)), L.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=1)
+    x = np.ones((48, 4), "float32")
+    given = keras.callbacks.CallbackList([doctor], add_history=True, model=model)
+    model.fit(x, x[:, :1], batch_size=4, validation_data=(x, x[:, :1]), callbacks=given)
+    assert doctor.report is not None
+    times = doctor.report.examination.times
+    assert times is not None
+    assert times.calls == ()
+    assert doctor.report.examination.between is None
+
+
+def test_a_cluster_that_cannot_be_read_is_none_of_the_doctors() -> None:
+    assert setting._cluster({"TF_CONFIG": "{"}) is None
+
+
+def test_heavy_ops_are_looked_for_on_the_replicas_of_this_worker_and_named_by_where_they_lie() -> None:
+    with tf.Graph().as_default() as graph:
+        for replica, device in ((0, "CPU:1"), (1, "CPU:1"), (2, "CPU:0")):
+            with tf.name_scope(f"replica_{replica}/block"), tf.device(device):
+                tf.linalg.matmul(tf.ones([2, 2]), tf.ones([2, 2]))
+    found, share = setting.placed_elsewhere_in([graph], ["CPU:0", "CPU:1"], [])
+    assert found == (PlacedElsewhere("block", (0,), "CPU:1"),)
+    assert share == 1.0
 
 
 # Runs in the middle of others

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -14,7 +16,7 @@ from doctor_runs import train
 from healthy_runs import alarms
 
 from keras_dist_ext.diagnosis.doctor import python_data
-from keras_dist_ext.diagnosis.doctor.python_data import MadeInPython, Reads, look_into
+from keras_dist_ext.diagnosis.doctor.python_data import MadeInPython, Reads, _noted_reads, look_into
 
 ROWS = 8
 
@@ -185,6 +187,44 @@ def test_data_that_fails_when_it_is_called_again_is_measured_as_far_as_it_was() 
     assert looked(fails).seconds == 0.0
     assert looked(fails_later).seconds > 0.0
     assert looked(fails_later).rows == ROWS
+
+
+def test_reads_of_closed_files_and_of_other_things_are_not_counted(folder: Path) -> None:
+    found: dict[tuple[str, str], Reads] = {}
+    with h5py.File(folder / "all.h5") as file:
+        opened = file["x"]
+        with _noted_reads(found):
+            note: Any = sys.getprofile()
+            sys.setprofile(None)
+            for event, name, source in (
+                ("call", "__getitem__", opened),
+                ("return", "__getitem__", opened),
+                ("call", "read_direct", opened),
+                ("call", "__getitem__", [1, 2]),
+            ):
+                frame = SimpleNamespace(
+                    f_code=SimpleNamespace(co_name=name), f_locals={"self": source, "args": slice(2, 6)}
+                )
+                note(frame, event, None)
+            key = (file.filename, "/x")
+    note(SimpleNamespace(f_code=SimpleNamespace(co_name="__getitem__"), f_locals={"self": opened}), "call", None)
+    assert found == {key: Reads("/x", 1, 4, 4)}
+
+
+def test_reads_are_not_noted_while_somebody_else_profiles(folder: Path) -> None:
+    def read(rows: range) -> Any:
+        with h5py.File(folder / "all.h5") as file:
+            return file["x"][rows.start : rows.stop]
+
+    seen: list[str] = []
+    sys.setprofile(lambda frame, event, _: seen.append(event))
+    try:
+        made = looked(read)
+        assert sys.getprofile() is not None
+    finally:
+        sys.setprofile(None)
+    assert made.seconds > 0.0
+    assert made.reads == ()
 
 
 @pytest.mark.slow

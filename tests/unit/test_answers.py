@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from test_diagnose import HEALTHY, ON_CPU, changed, codes, short, times, trials, waiting
 
 from keras_dist_ext.diagnosis.doctor.examination import Calls, Examination, Largest, Times, Traces
-from keras_dist_ext.diagnosis.doctor.host_clock import CallbackClock, period
+from keras_dist_ext.diagnosis.doctor.host_clock import CallbackClock, _looked_into, period
 from keras_dist_ext.diagnosis.doctor.python_data import MadeInPython, Reads
 from keras_dist_ext.diagnosis.doctor.python_data_rules import judge_python_data
 from keras_dist_ext.diagnosis.doctor.rules import judge
@@ -199,6 +200,56 @@ def test_the_clock_tells_how_often_a_callback_of_keras_writes_and_by_which_argum
     assert (calls.every, calls.num_slow) == expected
     assert (calls.argument, calls.better) == (f"save_freq={save_freq}", 'save_freq="epoch"')
     assert "on_train_batch_end" not in vars(checkpoint)
+
+
+class Hooked(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Do nothing."""
+
+
+def test_the_clock_leaves_callbacks_as_they_are_now() -> None:
+    own, replaced = Hooked(), Hooked()
+    hook = own.on_train_batch_end = lambda batch, logs=None: None  # type: ignore[method-assign]
+    watching = CallbackClock([own, replaced], but=keras.callbacks.Callback())
+    other = replaced.on_train_batch_end = lambda batch, logs=None: None  # type: ignore[method-assign]
+    watching.stop()
+    assert own.on_train_batch_end is hook
+    assert replaced.on_train_batch_end is other
+
+
+def test_values_are_fetched_by_functions_of_upstream_alone() -> None:
+    def call() -> str:
+        note: Any = sys.getprofile()
+        sys.setprofile(None)
+        for event, name, file in (
+            ("call", "numpy", "/lib/tensorflow/ops.py"),
+            ("call", "numpy", r"C:\\lib\\tensorflow\\ops.py"),
+            ("return", "numpy", "/lib/tensorflow/ops.py"),
+            ("call", "item", "/lib/keras/variable.py"),
+            ("call", "item", "/home/me/train.py"),
+            ("call", "apply", "/lib/keras/optimizer.py"),
+        ):
+            note(types.SimpleNamespace(f_code=types.SimpleNamespace(co_name=name, co_filename=file)), event, None)
+        return "value"
+
+    assert _looked_into(call) == ("value", ("numpy (2 times)", "item"))
+
+
+def test_a_profiler_of_the_users_is_left_in_its_place() -> None:
+    callback = Hooked()
+    watching = CallbackClock([callback], but=keras.callbacks.Callback())
+    seen: list[str] = []
+    profiler = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: seen.append(event))
+    try:
+        for batch in range(4):
+            callback.on_train_batch_end(batch)
+    finally:
+        sys.setprofile(profiler)
+    watching.stop()
+    (calls,) = watching.calls()
+    assert calls.fetched == ()
+    assert "return" in seen
 
 
 def test_the_progress_bar_is_a_finding_where_it_takes_most() -> None:

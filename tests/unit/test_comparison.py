@@ -11,7 +11,7 @@ import pytest
 from test_diagnose import HEALTHY, changed, times, waiting
 
 from keras_dist_ext.cli import main
-from keras_dist_ext.diagnosis.doctor.comparison import Comparison, Since, compare_files, read_report, run_in, since
+from keras_dist_ext.diagnosis.doctor.comparison import Comparison, Run, Since, compare_files, read_report, run_in, since
 from keras_dist_ext.diagnosis.doctor.doctor import ParallelismDoctor
 from keras_dist_ext.diagnosis.doctor.examination import Calls, Examination
 from keras_dist_ext.diagnosis.doctor.report import Report, as_json
@@ -55,6 +55,16 @@ def test_a_larger_batch_is_compared_by_examples_a_second() -> None:
     assert str(comparison).startswith(
         "8 times as fast as before, in examples a second: a step took 20 ms of 8 examples (80 steps), now 40 ms of 128"
     )
+
+
+def test_reports_that_know_no_examples_are_compared_by_steps_and_without_seconds_by_codes() -> None:
+    before, after = (Run("net", ("eager",), 80, seconds, None) for seconds in (1.6, 0.8))
+    comparison = Comparison(before, after)
+    assert comparison.speedup == 2.0
+    assert str(comparison).splitlines() == [
+        "2 times as fast as before: a step took 20 ms (80 steps), now 10 ms (80 steps).",
+        "still there: eager",
+    ]
 
 
 def test_runs_that_differ_by_a_twentieth_are_about_as_fast() -> None:

@@ -520,6 +520,29 @@ def test_steps_shorter_than_their_start_say_how_many_to_make_at_once() -> None:
     assert codes(changed(steps_per_execution=1), times()) == []
 
 
+def test_as_many_steps_an_execution_as_pay_are_not_to_be_more() -> None:
+    def measured(num_steps: int) -> Times:  # in 10 executions, of steps of which 10 ms compute
+        seconds = {"step": 0.016, "compute": 0.0098, "sync": 1e-4, "input_": 1e-4, "host": 0.006}
+        return times(num_executions=10, num_steps=num_steps // 8, **seconds)
+
+    assert codes(changed(steps_per_execution=16), measured(160)) == ["host-bound"]
+    assert codes(changed(steps_per_execution=32), measured(320)) == []  # a quarter of a second is 25 steps
+
+
+def test_what_compiling_would_save_is_the_time_that_eager_steps_lose() -> None:
+    setting = changed(runs_eagerly=True, eager_because="compile(run_eagerly=True)")
+    finding = judge(Examination(setting, times(), trials(as_it_was=0.02, compiled=0.005))).findings[0]
+    assert finding.code == "eager"
+    assert finding.evidence.startswith("compile(run_eagerly=True); compiled, a step took 15 ms")
+    assert finding.seconds == pytest.approx(0.015 * 80)
+
+
+def test_a_report_of_a_healthy_run_has_no_table() -> None:
+    text = judge(Examination(HEALTHY, times())).markdown()
+    assert "| finding |" not in text
+    assert text.startswith(judge(Examination(HEALTHY, times())).headline)
+
+
 def test_an_experiment_decides_whether_more_steps_an_execution_help() -> None:
     setting = changed(steps_per_execution=1)
     assert codes(setting, short(), trials=trials(one_step=0.0012, many_steps=0.00121)) == []
@@ -642,6 +665,8 @@ def test_a_long_recurrence_of_small_steps_is_sequential_and_a_short_or_a_wide_on
     assert codes(setting(200, 400_000), times()) == []
     assert codes(setting(200, 400), times(step=2.0, compute=1.9)) == []  # something else takes the time
     assert codes(setting(200, 400), times(), trials=trials(as_it_was=0.02, double=0.039)) == []
+    (finding,) = judge(Examination(setting(200, 400), times(), trials(as_it_was=0.02, double=0.021))).findings
+    assert "; with twice the examples a step took 1.05 " in finding.evidence
 
 
 # What explains what, and in which order

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any
 
 import keras
 import pytest
 from test_diagnose import HEALTHY, times
 
+from keras_dist_ext.diagnosis.doctor import dtype_speed
 from keras_dist_ext.diagnosis.doctor.dtype_speed import measure_dtype
 from keras_dist_ext.diagnosis.doctor.examination import DtypeSpeed, Examination
 from keras_dist_ext.diagnosis.doctor.rules import judge
 
 L = keras.layers
 HALF = DtypeSpeed("float16", "CPU:0", "convolution", seconds=0.004, float32_seconds=0.001)
+
+
+def test_a_dtype_that_takes_long_is_timed_twice_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(100))
+    clock = types.SimpleNamespace(perf_counter=lambda: float(next(seconds)))
+    monkeypatch.setattr(dtype_speed, "time", clock)
+    assert dtype_speed._seconds("float32", "CPU:0", convolves=False) == 1.0
+    assert next(seconds) == 4  # a round that does not count, and one that does
 
 
 def test_a_dtype_in_which_the_device_is_slow_says_what_was_timed_and_what_float32_would_save() -> None:
