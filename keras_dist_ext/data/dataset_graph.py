@@ -198,9 +198,7 @@ def read_graph(dataset: tf.data.Dataset) -> DatasetGraph | None:
     stages: dict[str, Stage] = {}
     pending = [_name(node.input[0]) for node in proto.node if node.op == "_Retval"]
     while pending:
-        name = pending.pop(0)
-        if name in stages or name not in nodes or "Dataset" not in nodes[name].op:
-            continue
+        name = pending.pop(0)  # of each once: tf.data writes down what is read twice as two
         stages[name] = _stage(nodes[name], nodes, functions)
         pending = [*stages[name].inputs, *pending]
     return DatasetGraph(proto, stages)
