@@ -14,7 +14,7 @@ from tuner_runs import TRAIN, stock_model
 
 import keras_dist_ext as kde
 from keras_dist_ext._keras import oracle_checks
-from keras_dist_ext._keras.keras_tuner import HookedTuner
+from keras_dist_ext._keras.keras_tuner import FatalBackendError, HookedTuner
 from keras_dist_ext._keras.oracle_checks import check_oracle
 
 ORACLES: dict[str, dict[str, Any]] = {
@@ -50,6 +50,17 @@ def searched(folder: pathlib.Path, build: Any = stock_model, cls: Any = kde.tune
     tuner = cls(build, "loss", max_trials=2, strategies="one_device", directory=folder, project_name="p", **given)
     tuner.search(*TRAIN, epochs=1, batch_size=40, verbose=0)
     return tuner
+
+
+def test_an_oracle_that_fails_as_it_is_tried_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("no space")
+
+    monkeypatch.setattr(oracle_of("RandomSearch"), "populate_space", fails)
+    monkeypatch.setattr(oracle_checks, "_check", oracle_checks._check.__wrapped__)
+    words = r"no longer calls .*Oracle\._random_values.*; it fails with ValueError\('no space'\)\. Nothing was trained"
+    with pytest.raises(FatalBackendError, match=words):
+        check_oracle(oracle_of("RandomSearch")("loss"))
 
 
 @pytest.mark.parametrize("kind", ORACLES)

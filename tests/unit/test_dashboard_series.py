@@ -2,18 +2,23 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from dashboard.logs import SECONDS, START
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensorboard.util import tensor_util
 
 from keras_dist_ext.monitoring.dashboard import metadata as names
 from keras_dist_ext.monitoring.dashboard import wire
 from keras_dist_ext.monitoring.dashboard.clock import clock_of
+from keras_dist_ext.monitoring.dashboard.experiments import Newest, group
 from keras_dist_ext.monitoring.dashboard.lines import bins_of, over, reduce
 from keras_dist_ext.monitoring.dashboard.points import newest, union_of_steps
+from keras_dist_ext.monitoring.dashboard.reading import _scalar
+from keras_dist_ext.monitoring.dashboard.trained import MOST, trained
 
 
 def points(values, steps=None):
@@ -82,6 +87,47 @@ def test_a_series_is_sampled_when_it_is_as_long_as_tensorboard_keeps_and_uneven(
 def test_the_union_of_steps_has_each_step_once_in_order(series):
     arrays = [np.array(steps, np.int64) for steps in series]
     assert union_of_steps(arrays).tolist() == sorted({step for steps in series for step in steps})
+
+
+def test_without_steps_there_are_no_bins():
+    nothing = np.zeros(0, np.int64)
+    line = reduce(points([1.0], [3]), bins_of(nothing, nothing.astype(float), 0, 10, 4))
+    assert [part.size for part in (line.low, line.mean, line.high, line.known)] == [0, 0, 0, 0]
+    assert line.bad == {}
+
+
+def test_numbers_of_other_programs_are_read_of_any_dtype():
+    for value in (np.float64(1.5), np.int64(2), np.float32(0.5)):
+        assert _scalar(tensor_util.make_tensor_proto(value)) == value
+
+
+def test_runs_of_others_and_runs_without_tags_are_no_experiments():
+    end = Newest(3, 10.0)
+    scalars = {names.replica_run("a", 0): {names.LOSS: end}, names.replica_run("b", 0): {}, "train": {"loss": end}}
+    texts = {names.replica_run("c", 1): {names.MANIFEST_TAG: end}}
+    found = group(scalars, texts)
+    assert list(found) == ["a", "c"]
+    assert found["a"].runs == {0: names.replica_run("a", 0)}
+    assert found["c"].runs == {}
+
+
+class Trained:
+    """Stands for the view of an experiment."""
+
+    def __init__(self, number, rates):
+        self.experiment = SimpleNamespace(name=f"run {number}", newest=Newest(1, float(number)))
+        self.rates = rates
+
+    def overall(self, tag):
+        return points(self.rates, range(len(self.rates)))
+
+
+def test_of_many_trainings_the_newest_that_have_a_speed_are_beside_a_plan():
+    manifest = json.dumps({"version": 1, "strategy": {"num_replicas": 2}, "batch_size": 8})
+    views = {Trained(number, [1.0, 3.0] if number % 2 else [math.nan]): manifest for number in range(2 * MOST + 4)}
+    found = trained(views)
+    assert [one["experiment"] for one in found] == [f"run {number}" for number in range(2 * MOST + 3, 3, -2)]
+    assert {one["examples_per_second"] for one in found} == {2.0}
 
 
 # --- reducing

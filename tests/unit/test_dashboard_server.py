@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from dashboard.logs import FINDINGS, MANIFEST, SECONDS, START, Run, example_plan, example_series, write_experiment
 from dashboard.server import ROOT, as_installed, environment
+from tensorboard import errors
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
@@ -320,6 +321,38 @@ def test_csv_has_every_point_and_an_empty_cell_where_there_is_none(provider, log
     assert [line.split(",")[0] for line in part.splitlines()[1:]] == ["3", "4", "5"]
 
 
+def test_a_part_without_points_is_csv_of_no_rows(slow_provider, log_dir):
+    plugin = plugin_of(slow_provider, log_dir)
+    response = get(plugin, "/csv", experiment="a/b", tag=names.LOSS, low=1e6, high=2e6)
+    (header,) = response.get_data(as_text=True).splitlines()
+    assert header.startswith("step,wall_time,")
+
+
+def test_a_log_directory_that_is_not_there_yet_has_no_experiments(tmp_path):
+    def missing(*_, **__):
+        raise errors.NotFoundError("no such folder")
+
+    provider = types.SimpleNamespace(list_scalars=missing, list_tensors=missing)
+    assert answer(plugin_of(provider, tmp_path), "/experiments")["experiments"] == []
+
+
+def test_what_cannot_be_read_ahead_is_read_when_it_is_asked_for(slow_provider, log_dir, monkeypatch, caplog):
+    source = Source(slow_provider)
+    (experiment, *_) = source.experiments(RequestContext(), "").values()
+
+    def fails(*_):
+        raise RuntimeError("no luck here")
+
+    caplog.set_level("INFO", logger=source_module._log.name)
+    monkeypatch.setattr(source, "points", fails)
+    source.warm(RequestContext(), "", experiment)
+    deadline = time.monotonic() + 10
+    while source._is_warming and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not source._is_warming
+    assert "could not read ahead: no luck here" in caplog.text
+
+
 def test_the_name_of_a_csv_file_is_harmless():
     assert file_name('x"\r\nSet-Cookie: a=b;../../ü', names.LOSS) == "x-Set-Cookie-a-b-loss.csv"
 
@@ -331,6 +364,7 @@ def test_the_name_of_a_csv_file_is_harmless():
         ({"experiment": "a/b", "tag": "nope"}, 400, "tag='nope': there are replica/loss, "),
         ({"experiment": "a/b", "tag": names.LOSS, "axis": "up"}, 400, "axis='up': there are step and wall."),
         ({"experiment": "a/b", "tag": names.LOSS, "low": "nan"}, 400, "low='nan' is not a finite number."),
+        ({"experiment": "a/b", "tag": names.LOSS, "low": "abc"}, 400, "low='abc' is not a finite number."),
         ({"experiment": "a/b", "tag": names.LOSS, "low": 5, "high": 1}, 400, "low=5 is above high=1"),
         ({"experiment": "a/b", "tag": names.LOSS, "width": 0}, 400, "width=0 pixels: give 1 to 4000."),
         ({"experiment": "a/b", "tag": names.LOSS, "width": "9e9"}, 400, "width=9e+09 pixels"),

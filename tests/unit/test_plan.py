@@ -35,7 +35,9 @@ from keras_dist_ext.diagnosis.plan.step_costs import BOUNDS, Predicted, resample
 from keras_dist_ext.diagnosis.plan.what_ifs import what_ifs
 from keras_dist_ext.errors import MonitorError
 from keras_dist_ext.findings import SLOWS_PIPELINES, Finding
+from keras_dist_ext.monitoring.append_file import RecordsLost
 from keras_dist_ext.monitoring.dashboard import metadata as names
+from keras_dist_ext.monitoring.event_files import EventWriter
 
 FIXED, PER_EXAMPLE, UPDATE, HOST = 0.002, 1e-4, 0.001, 2e-4
 BATCH = 256
@@ -518,6 +520,15 @@ def test_a_plan_that_cannot_be_saved_says_where(tmp_path: Path) -> None:
     with pytest.raises(MonitorError, match="experiment must be a name for a directory below log_dir"):
         planned(measured()).save(tmp_path / "logs", "../up")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_plan_that_is_cut_off_by_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RecordsLost("1 record was lost") from OSError("No space left on device")
+
+    monkeypatch.setattr(EventWriter, "_add", fails)
+    with pytest.raises(MonitorError, match=r"The plan cannot be written to .*logs \(No space left on device\)"):
+        planned(measured()).save(tmp_path / "logs")
 
 
 @pytest.mark.parametrize("text", ["", "1,", "0", "1,-2", "two", "1;2"])

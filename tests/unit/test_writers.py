@@ -20,6 +20,7 @@ import pytest
 from intervals_made_up import interval, run
 
 import keras_dist_ext as kde
+from keras_dist_ext.monitoring import json_lines
 from keras_dist_ext.monitoring.append_file import AppendFile, RecordsLost
 from keras_dist_ext.monitoring.writers import CompositeWriter, Writer
 from keras_dist_ext.step.stats import ReplicaStats
@@ -140,6 +141,7 @@ def test_a_full_disk_leaves_no_incomplete_record(tmp_path: pathlib.Path) -> None
     path = tmp_path / "file"
     code = f"""
 import resource, signal
+from keras_dist_ext.monitoring import json_lines
 from keras_dist_ext.monitoring.append_file import AppendFile, RecordsLost
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (250, resource.RLIM_INFINITY))
@@ -290,6 +292,27 @@ def test_records_without_the_line_of_their_run_are_refused(tmp_path: pathlib.Pat
     path.write_text("".join(line for line in lines if json.loads(line)["type"] != "run"))
     with pytest.raises(kde.DataError, match="line 1 of .* is a 'record', but no line before it has its run"):
         kde.replay(path, kde.EventWriter(tmp_path / "logs"))
+
+
+def test_empty_lines_are_passed_over(tmp_path: pathlib.Path) -> None:
+    written(tmp_path / "r.jsonl")
+    lines = (tmp_path / "r.jsonl").read_text().splitlines()
+    (tmp_path / "r.jsonl").write_text("\n\n".join(lines) + "\n \n")
+    assert kde.replay(tmp_path / "r.jsonl", kde.MemoryWriter()) == 3
+
+
+def test_lines_are_written_to_no_folder_and_to_no_file_that_cannot_be_read(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(kde.MonitorError, match="Records cannot be written to .* is a folder.*a path that is writable"):
+        kde.JsonLinesWriter(tmp_path).check("")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("no")
+
+    (tmp_path / "r.jsonl").write_text("print(1)")
+    monkeypatch.setattr(json_lines, "open", refuse, raising=False)
+    assert not json_lines._holds_something_else(str(tmp_path / "r.jsonl"))  # writing says what is wrong
 
 
 @pytest.mark.parametrize("text", ["print(1)\n", '{"loss": "mse"}\n', "[1]", "\x89PNG"])
