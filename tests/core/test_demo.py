@@ -2,11 +2,14 @@
 
 import io
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -132,3 +135,28 @@ def test_of_two_workers_the_chief_alone_reports_for_both(tmp_path):
     assert not re.search(r"\[worker 1\].*(strategy|epoch|accuracy|TensorBoard)", output)
     for run in ("train", "all", "replica_0", "replica_1", "validation/replica_1"):
         assert len(list(Path(tmp_path, "two", run).iterdir())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("example", "falls"), [("linear_no_keras", "val_loss"), ("sequences", "loss"), ("gan", "generator_loss")]
+)
+def test_an_example_that_is_run_prints_what_it_has_learnt(
+    example: str, falls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runpy.run_module(f"keras_dist_ext.examples.{example}", run_name="__main__")
+    printed = {name: list(map(float, values)) for name, *values in map(str.split, capsys.readouterr().out.splitlines())}
+    assert np.isfinite(printed[falls]).all()
+    assert falls == "generator_loss" or printed[falls][-1] < printed[falls][0]
+    assert (tmp_path / "logs" / "all").is_dir()
+
+
+def test_an_error_of_the_demo_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(**_: Any) -> int:
+        raise kde.StrategyError("no devices here")
+
+    monkeypatch.setattr(digits, "main", fails)
+    monkeypatch.setattr(sys, "argv", ["digits"])
+    assert digits.command_line() == 1
+    assert capsys.readouterr().err == "digits: no devices here\n"

@@ -14,11 +14,13 @@ from tensorboard.util import tensor_util
 from keras_dist_ext.monitoring.dashboard import metadata as names
 from keras_dist_ext.monitoring.dashboard import wire
 from keras_dist_ext.monitoring.dashboard.clock import clock_of
-from keras_dist_ext.monitoring.dashboard.experiments import Newest, group
+from keras_dist_ext.monitoring.dashboard.experiments import Experiment, Newest, group
 from keras_dist_ext.monitoring.dashboard.lines import bins_of, over, reduce
 from keras_dist_ext.monitoring.dashboard.points import newest, union_of_steps
 from keras_dist_ext.monitoring.dashboard.reading import _scalar
+from keras_dist_ext.monitoring.dashboard.summary import _numbers
 from keras_dist_ext.monitoring.dashboard.trained import MOST, trained
+from keras_dist_ext.monitoring.dashboard.view import View
 
 
 def points(values, steps=None):
@@ -128,6 +130,17 @@ def test_of_many_trainings_the_newest_that_have_a_speed_are_beside_a_plan():
     found = trained(views)
     assert [one["experiment"] for one in found] == [f"run {number}" for number in range(2 * MOST + 3, 3, -2)]
     assert {one["examples_per_second"] for one in found} == {2.0}
+
+
+def test_an_experiment_without_a_series_has_no_times():
+    view = View(SimpleNamespace(limit=0, points=lambda *_: {}), None, "", Experiment("a"))
+    assert view.clock.steps.tolist() == []
+
+
+def test_a_series_without_a_finite_value_has_a_sum_and_no_extremes():
+    found = _numbers(None, names.LOSS, points([math.nan, math.inf]), None, 0.0, 1.0)
+    assert found == {"count": 2.0, "bad": 2.0, "last": math.inf, "last_step": 1.0, "sum": 0.0}
+    assert _numbers(None, names.LOSS, points([1.0]), None, 5.0, 9.0) is None
 
 
 # --- reducing

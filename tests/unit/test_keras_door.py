@@ -20,6 +20,7 @@ from keras.src.saving import saving_lib
 from keras.src.utils import io_utils
 
 import keras_dist_ext
+import keras_dist_ext as kde
 from keras_dist_ext._keras import py_datasets, saving
 from keras_dist_ext._keras.adapters import take_examples
 from keras_dist_ext._keras.creation import keep_constants
@@ -31,6 +32,7 @@ from keras_dist_ext._keras.tracing import IteratorFunction
 from keras_dist_ext.errors import BackendError
 from keras_dist_ext.hashing import replica_offset
 from keras_dist_ext.messages import _level_of_user
+from keras_dist_ext.monitoring.manifest import describe_model
 
 # Which Keras
 
@@ -191,6 +193,17 @@ def test_what_a_layer_keeps_of_the_batch_stays_in_the_graph_and_constants_leave_
     tf.function(trace).get_concrete_function(tf.TensorSpec([]))
     assert layer.scale.numpy().tolist() == [2.0, 2.0]
     assert not hasattr(layer.mean, "numpy")
+
+
+def test_a_model_that_is_not_built_is_described_without_parameters(mirrored: Any) -> None:
+    with mirrored.scope():
+        model = kde.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse", virtual_replicas=4)
+    described = describe_model(model)
+    assert "parameters" not in described
+    assert (described["virtual replicas"], described["optimizer"]) == ("4", "SGD")
+    model.build((None, 2))
+    assert describe_model(model)["parameters"] == "3"
 
 
 # Searches
