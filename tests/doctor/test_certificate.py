@@ -149,6 +149,16 @@ def test_a_step_that_fails_without_rows_is_named_and_so_is_what_was_off_before(m
     assert "step 3, 1 example split into [1, 0]; steps in which all replicas had examples did not fail" in str(stock)
 
 
+@pytest.mark.slow
+def test_a_step_of_ours_that_fails_without_rows_is_named_alone(mirrored: Strategy) -> None:
+    def build() -> keras.Model:
+        return compiled(lambda lib: lib.Sequential([layers.Input((5,)), NeedsRows(), layers.Dense(3)]), kde)()
+
+    ours = certify(build, mirrored, regression(9), steps=2, batch_size=8)
+    assert codes(ours) == ["empty-replica"], str(ours)
+    assert ours.drift is None
+
+
 def convolutions(library: models.Library) -> keras.Model:
     rest = [layers.BatchNormalization(), layers.GlobalAveragePooling2D(), layers.Dense(3)]
     return library.Sequential([layers.Input((6, 6, 2)), layers.Conv2D(4, 3), *rest])

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import tensorflow as tf
 from doctor_runs import L
+from tensorflow.python.ops import script_ops
 
 import keras_dist_ext as kde
 from keras_dist_ext._keras import python_ops
@@ -214,6 +215,12 @@ def test_calls_of_functions_of_python_are_noted_by_all_that_watch_and_by_no_othe
     step = tf.function(lambda x: tf.numpy_function(adds, [x], tf.float32)).get_concrete_function(1.0)
     ((token, name),) = python_ops.python_ops_of([step.graph]).items()
     assert name == "Adds"
+    assert script_ops._py_funcs(token, None, [np.float32(2)]) == 3.0  # as TensorFlow calls them
+    with pytest.raises(TypeError):
+        script_ops._py_funcs(token, None, [])
+    assert seen == [[token] * 2] * 2
+    for noted in seen:
+        noted.clear()
     for expected in ([1, 1], [1, 2], [1, 2]):
         assert step(tf.constant(1.0)).numpy() == 2.0
         assert [len(noted) for noted in seen] == expected

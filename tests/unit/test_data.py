@@ -225,6 +225,21 @@ def test_boundaries_among_very_many_lengths_keep_padding_below_its_bound() -> No
     assert len(chosen) < 20
 
 
+def test_a_pass_has_a_number_and_a_pool_its_batches() -> None:
+    batches = kde.bucket_by_length(np.tril(np.ones((6, 6), "i")), [2, 4], batch_size=2, seed=1)
+    batches.epoch = 4
+    assert [batches._begin_pass() for _ in range(2)] == [4, 5]
+    lengths = np.array([1, 5, 2, 6, 3])
+    places, splits = batches._plan(lengths, np.int64(4), np.int64(0))
+    assert sorted(places) == [0, 1, 2, 3, 4]
+    cut = sorted(sorted(lengths[part]) for part in np.split(places, splits[1:-1]))
+    assert cut == [[1, 2], [3], [5, 6]]
+    again, _ = batches._plan(lengths, np.int64(4), np.int64(0))
+    np.testing.assert_array_equal(again, places)
+    nothing, none = batches._plan(np.zeros(0, np.int64), np.int64(4), np.int64(0))
+    assert (nothing.tolist(), none.tolist()) == ([], [0])
+
+
 def test_lengths_are_read_of_as_many_examples_as_are_asked_for() -> None:
     rows = tf.ragged.range(tf.constant([3, 1, 2, 5, 4, 1]))
     examples = tf.data.Dataset.from_tensor_slices(rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import runpy
 import threading
 import zipfile
@@ -29,6 +31,7 @@ from keras_dist_ext._keras.keras_tuner import score_of
 from keras_dist_ext._keras.keras_tuner_oracles import redraw, save_files_atomically
 from keras_dist_ext._keras.optimizers import GradientSlots, end_accumulation_next, ends_accumulation
 from keras_dist_ext._keras.tracing import IteratorFunction
+from keras_dist_ext.data.sources import as_dataset
 from keras_dist_ext.errors import BackendError
 from keras_dist_ext.hashing import replica_offset
 from keras_dist_ext.messages import _level_of_user
@@ -107,6 +110,57 @@ def test_the_order_of_a_py_dataset_is_random_s_own_unless_it_is_seeded() -> None
         order.shuffle(again)
         assert again == numbers
     assert order.Random(7).random() == order.Random(7).random()
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("length", [6, None])
+def test_the_rest_of_a_pass_asks_for_no_batch_before_it(length: int | None, seed: int | None) -> None:
+    adapter: Any = SimpleNamespace(
+        num_batches=length,
+        shuffle=True,
+        py_dataset=range(10**9),
+        _standardize_batch=lambda batch: batch,
+        _get_iterator=None,
+    )
+    adapter.get_tf_dataset = lambda: list(itertools.islice(adapter._get_iterator(), 4))
+    if seed is None:
+        random.seed(5)
+    rest: Any = py_datasets._rest_of_py_dataset(adapter, 2, seed)
+    expected = list(range(6))
+    if length is not None:  # else there is no order without end
+        random.Random(5 if seed is None else seed).shuffle(expected)
+    assert rest == expected[2:]
+    assert not hasattr(adapter, "_get_iterator")
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_pass_over_a_py_dataset_leaves_the_order_of_others_as_it_was(
+    seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Numbers(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> Any:
+            return np.array([[index]])
+
+    passes: list[Any] = []
+
+    def noted(one_pass: Any, output_signature: Any) -> tf.data.Dataset:
+        passes.append(one_pass)
+        return tf.data.Dataset.from_tensors(0)
+
+    monkeypatch.setattr(tf.data.Dataset, "from_generator", noted)
+    as_dataset(Numbers(), seed=seed)
+    as_dataset(Numbers(), seed=seed)
+    order: Any = py_datasets._py_dataset_order
+    before = order.generator
+    ours, others = passes[1::2]  # each after Keras' own, of which the shapes are
+    first, second, again = ([int(batch[0][0, 0]) for batch in one()] for one in (ours, ours, others))
+    assert order.generator is before
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second
+    assert (first == again) == (seed is not None)
 
 
 def test_what_tensorflow_has_distributed_is_read_by_the_function_itself(mirrored: Any) -> None:

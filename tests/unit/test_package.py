@@ -2,6 +2,8 @@
 
 import ast
 import configparser
+import io
+import os
 import pickle
 import re
 import subprocess
@@ -13,7 +15,7 @@ import pytest
 from syntax import syntax_tree
 
 import keras_dist_ext as kde
-from keras_dist_ext import errors
+from keras_dist_ext import cli, errors
 
 PACKAGE = Path(kde.__file__).parent
 
@@ -50,6 +52,22 @@ def test_every_public_name_loads_and_is_in_the_docstring(name):
     assert getattr(kde, name).__name__ == name
     assert name in dir(kde)
     assert re.search(rf"\b{name}\b", kde.__doc__)
+
+
+def test_output_that_cannot_be_written_any_more_is_dropped(tmp_path, monkeypatch):
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError("No space left on device")
+
+        def fileno(self):
+            return file.fileno()
+
+    with (tmp_path / "out").open("w") as file:
+        monkeypatch.setattr(sys, "stdout", Full())
+        cli._flush()
+        assert os.fstat(file.fileno()).st_rdev == os.stat(os.devnull).st_rdev  # so that exiting does not fail, too
+        monkeypatch.setattr(sys, "stdout", None)  # as under pythonw
+        cli._flush()
 
 
 def test_the_tuner_is_a_package():

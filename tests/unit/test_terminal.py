@@ -89,6 +89,17 @@ def test_without_a_terminal_there_is_a_line_now_and_then_and_the_last_at_the_end
     )
 
 
+def test_findings_are_no_lines_where_there_is_a_table() -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=110, force_terminal=True, color_system=None)
+    writer = kde.TerminalWriter(console, clock=Clock())
+    writer.begin(run())
+    before = len(output.getvalue())
+    writer.write_findings(FINDINGS, step=20, wall_time=0.0)
+    assert FINDINGS[0]["what"] not in output.getvalue()[before:]
+    writer.close()
+
+
 def test_evaluations_and_findings_are_lines_too_and_printed_once() -> None:
     output, clock = io.StringIO(), Clock()
     writer = writer_to(output, clock)
