@@ -145,6 +145,8 @@ def test_an_example_that_is_run_prints_what_it_has_learnt(
     example: str, falls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    choice = kde.pick_strategy("one_device")
+    monkeypatch.setattr(kde, "pick_strategy", lambda: choice)
     runpy.run_module(f"keras_dist_ext.examples.{example}", run_name="__main__")
     printed = {name: list(map(float, values)) for name, *values in map(str.split, capsys.readouterr().out.splitlines())}
     assert np.isfinite(printed[falls]).all()
