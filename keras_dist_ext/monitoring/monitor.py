@@ -139,8 +139,8 @@ class ReplicaMonitor(RunCallback):
 
     def on_run_end(self) -> None:
         """Write what was recorded before an exception."""
-        if self._watch is not None:
-            self._watch.release()
+        assert self._watch is not None  # since `on_run_prepare`
+        self._watch.release()
 
     def add_findings(self, kind: str, findings: Sequence[FindingRecord]) -> None:
         """Add another callback's findings, to be written with the monitor's own.

@@ -161,6 +161,24 @@ def test_variables_that_are_made_later_are_compared_too(trained: Any) -> None:
     assert "third/bias" in finding["what"]
 
 
+@pytest.mark.slow
+def test_steps_after_the_last_check_are_checked_when_training_ends(
+    mirrored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[int] = []
+
+    def check(_: Divergence, step: int) -> None:
+        checked.append(step)
+
+    monkeypatch.setattr(Divergence, "check", check)
+    num_steps = -(-len(X) // 8)
+    monitor = kde.ReplicaMonitor(writers=[kde.MemoryWriter()], check_divergence_every=num_steps - 1)
+    model = build(mirrored)
+    model.compile("sgd", "mse", steps_per_execution=1)
+    fit(model, callbacks=[monitor])
+    assert checked == [num_steps - 1, num_steps]
+
+
 def test_one_replica_has_nothing_to_differ_from(strategies: Any) -> None:
     model = build(strategies.get("default"))
     assert Divergence(model).check(1) is None

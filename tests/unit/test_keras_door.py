@@ -244,7 +244,7 @@ def test_what_a_layer_keeps_of_the_batch_stays_in_the_graph_and_constants_leave_
         keep_constants(layer)
         return x
 
-    tf.function(trace).get_concrete_function(tf.TensorSpec([]))
+    tf.function(trace, autograph=False).get_concrete_function(tf.TensorSpec([]))
     assert layer.scale.numpy().tolist() == [2.0, 2.0]
     assert not hasattr(layer.mean, "numpy")
 

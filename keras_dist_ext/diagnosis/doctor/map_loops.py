@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_dist_ext.diagnosis.doctor.examination import MapLoops
 from keras_dist_ext.diagnosis.doctor.setting import layer_of
+from keras_dist_ext.step.graphs import in_graph
 
 __all__ = ["MAP_LOOP", "find_map_loops", "measure_turn"]
 
@@ -51,7 +52,7 @@ def find_map_loops(graphs: Iterable[tf.Graph], layers: Sequence[str], device: st
 def measure_turn(device: str) -> float:
     """Return the seconds of a turn of a loop that computes next to nothing, forward and back."""
 
-    @tf.function  # type: ignore[untyped-decorator]  # TensorFlow has no types
+    @in_graph
     def loop(x: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             tape.watch(x)
