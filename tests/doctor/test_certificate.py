@@ -705,6 +705,7 @@ def test_what_fails_under_the_strategy_alone_is_a_finding(where: str, mirrored: 
     assert (certificate.num_steps, certificate.seed, certificate.draws) == (0, None, ())
 
 
+@pytest.mark.slow
 def test_what_fails_with_seeds_alone_is_a_finding_and_on_one_device_an_error(mirrored: Strategy) -> None:
     def seeded(of: str) -> list[Finding]:
         certification = _Certification(fails("step", of), mirrored, [tuple(map(tf.constant, regression(8)))], SEEDS)

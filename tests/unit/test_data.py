@@ -240,6 +240,7 @@ def test_a_pass_has_a_number_and_a_pool_its_batches() -> None:
     assert (nothing.tolist(), none.tolist()) == ([], [0])
 
 
+@pytest.mark.slow
 def test_lengths_are_read_of_as_many_examples_as_are_asked_for() -> None:
     rows = tf.ragged.range(tf.constant([3, 1, 2, 5, 4, 1]))
     examples = tf.data.Dataset.from_tensor_slices(rows)
@@ -248,6 +249,7 @@ def test_lengths_are_read_of_as_many_examples_as_are_asked_for() -> None:
     assert sum(len(batch) for batch in batches) == 6
 
 
+@pytest.mark.slow
 def test_padding_values_are_given_by_name_or_in_order() -> None:
     tokens, tags = np.array([[7, 7, 9], [7, 9, 9]]), np.array([[1, 2, 0], [1, 0, 0]])
     for values in ({"tags": 0, "tokens": 9}, [0, 9]):
@@ -256,12 +258,14 @@ def test_padding_values_are_given_by_name_or_in_order() -> None:
         assert sorted(batch["tokens"].shape[1] for batch in batches) == [1, 2]
 
 
+@pytest.mark.slow
 def test_vectors_are_padding_where_all_of_their_numbers_are() -> None:
     x = np.array([[[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]], [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]])
     batches = kde.bucket_by_length(x, [1], batch_size=1, seed=1)
     assert sorted(batch.shape[1] for batch in batches) == [1, 2]
 
 
+@pytest.mark.slow
 def test_sequences_of_padded_batches_are_as_long_as_without_their_padding() -> None:
     rows = tf.ragged.constant([[3], [1, 2, 5], [4, 6]])
     padded = tf.data.Dataset.from_tensor_slices(rows).map(lambda row: row + 0).padded_batch(2)

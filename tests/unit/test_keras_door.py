@@ -163,6 +163,7 @@ def test_a_pass_over_a_py_dataset_leaves_the_order_of_others_as_it_was(
     assert (first == again) == (seed is not None)
 
 
+@pytest.mark.slow
 def test_what_tensorflow_has_distributed_is_read_by_the_function_itself(mirrored: Any) -> None:
     dataset = tf.data.Dataset.from_tensor_slices(np.arange(4.0)).batch(4)
     iterator = iter(mirrored.experimental_distribute_dataset(dataset))
@@ -236,6 +237,7 @@ def test_gradients_of_an_optimizer_that_is_built_again_are_kept_once() -> None:
         assert [(of.shape, kept.shape) for of, kept in slots.pairs] == [((), ()), ((2,), (2,))]
 
 
+@pytest.mark.slow
 def test_what_a_layer_keeps_of_the_batch_stays_in_the_graph_and_constants_leave_it() -> None:
     layer = keras.layers.Layer()
 
