@@ -47,16 +47,16 @@ def _(original: Original, step: Step, /, variable: keras.Variable, value: Initia
 
     if tf.executing_eagerly() and tf.distribute.in_cross_replica_context():
         make_here()
-    elif tf.distribute.has_strategy():
-        note = getattr(step, "note_variable", None)
-        if note is not None:
-            note(variable.name)
+        return
+    note = getattr(step, "note_variable", None)
+    if note is not None:
+        note(variable.name)
+    try:
         _make_outside(variable.path, value, make)
-    else:
-        try:
-            _make_outside(variable.path, value, make)
-        except ScopeError:  # as in Keras: TensorFlow makes it when the step first runs
-            make_here()
+    except ScopeError:
+        if tf.distribute.has_strategy():
+            raise
+        make_here()  # as in Keras: TensorFlow makes it when the step first runs
 
 
 def make_variables_outside() -> contextlib.AbstractContextManager[None]:
