@@ -185,8 +185,8 @@ class Gradients:
             summed = self._weights.pass_on_if_filled(summed)
             others = self._reducer.sum(others) if others else []
         else:
-            summed = self._reducer.sum(terms + others)
-            summed, others = summed[: len(terms)], summed[len(terms) :]
+            summed = self._reducer.sum(others + terms)  # in the order of `sum_terms`
+            others, summed = summed[: len(others)], summed[len(others) :]
         summed = [optimization_barrier(total) for total in summed]  # or replicas round differently what comes of it
         others, may_update = split_flags(None if self._guard is None else self._guard.of_step, others)
         assign_reduced(states, others)

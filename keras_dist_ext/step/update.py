@@ -139,6 +139,10 @@ def sum_terms(
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Add up over replicas, gradients once an accumulation.
 
+    TensorFlow's collectives take dense values from the last to the first, a pack at a time (see ``bytes_per_pack`` of
+    ``pick_strategy``): gradients as the backward pass makes them, then the values, which may wait for all gradients
+    (CollectiveAllReduce in tensorflow/python/distribute/cross_device_ops.py).
+
     Args:
         replicas: see above.
         update: that is to be made.
@@ -150,8 +154,8 @@ def sum_terms(
         values = replicas.sum(values) if values else []
         may_update = None if update.guard is None else update.guard.may_update(values[-1])
         return _accumulate(replicas, optimizer, gradients, update.trained, may_update), values
-    summed = replicas.sum(gradients + values)
-    return summed[: len(gradients)], summed[len(gradients) :]
+    summed = replicas.sum(values + gradients)
+    return summed[len(values) :], summed[: len(values)]
 
 
 def split_flags(guard: StepGuard | None, values: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor | None]:

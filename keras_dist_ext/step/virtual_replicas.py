@@ -189,7 +189,7 @@ class _VirtualReplicas:
         return None
 
     def _update(self, total: OrderedSum | PlainSum, update: Update) -> None:
-        real, num_gradients = self._real, len(update.terms)
+        real, num_values = self._real, len(update.values)
         if real.num_replicas > 1:
             build_optimizer(update.optimizer, update.variables)
         if update.are_global:
@@ -198,9 +198,9 @@ class _VirtualReplicas:
             return
         if self._virtual.is_ordered or real.num_replicas == 1:
             summed = total.over_replicas()
-            gradients, values = summed[:num_gradients], summed[num_gradients:]
+            values, gradients = summed[:num_values], summed[num_values:]
         else:
-            gradients, values = sum_terms(real, update, total.values[:num_gradients], total.values[num_gradients:])
+            gradients, values = sum_terms(real, update, total.values[num_values:], total.values[:num_values])
         values, may_update = split_flags(update.guard, values)
         self._state.assign_reduced(update.states, values)
         self._state.share(update.variables)
@@ -279,7 +279,7 @@ class _VirtualReducer(Reducer):
 
     def update(self, update: Update) -> None:
         """Have the optimizer run once for all virtual replicas, with the sum of their gradients."""
-        self._suspend(SyncPoint("update", [] if update.are_global else update.terms + update.values, update))
+        self._suspend(SyncPoint("update", [] if update.are_global else update.values + update.terms, update))
 
     def assign(self, variable: Variable, value: tf.Tensor, original: Callable[[tf.Tensor], None]) -> bool:
         """Assign for this virtual replica only; metrics add up."""

@@ -390,6 +390,34 @@ def sums_in_16_bits(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
     return whole, rounded, kinds, keras.saving.load_model(path).get_weights()
 
 
+def sums_in_packs(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
+    """Train with sums of 200 bytes and more, without a guard and with one; return weights and packs."""
+    import tensorflow as tf
+    from tensorflow.python.distribute import cross_device_utils
+
+    import keras_dist_ext as kde
+    from keras_dist_ext._keras.interception import patched
+
+    extended, group = strategy.extended, cross_device_utils.group_by_size
+    packs: list[list[list[tuple[int, ...]]]] = []
+
+    def noted(values: Any, bytes_per_pack: int) -> Any:
+        grouped = group(values, bytes_per_pack)
+        if not tf.executing_eagerly():
+            packs.append([[tuple(value.shape) for value in pack] for pack in grouped])
+        return grouped
+
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=200)  # as `pick_strategy` gives them
+    trained = []
+    with patched(extended, "_communication_options", options), patched(cross_device_utils, "group_by_size", noted):
+        for callbacks in ([], [kde.NonFinite()]):
+            packs.clear()
+            with strategy.scope():
+                _, weights = trained_in_16_bits(kde, None, callbacks=callbacks)
+            trained.append((weights, [one for one in packs if any((12, 16) in pack for pack in one)]))
+    return trained
+
+
 def measures_and_checks(strategy: Any, worker: int, folder: pathlib.Path) -> Any:
     import tensorflow as tf
 
@@ -463,6 +491,7 @@ def counts_from_five(strategy: Any, worker: int, folder: pathlib.Path) -> list[f
 RUN_CASES: dict[str, Case] = {
     "counts from five": counts_from_five,
     "sums in 16 bits": sums_in_16_bits,
+    "sums in packs": sums_in_packs,
     "measures and checks": measures_and_checks,
     "warns of other data": warns_of_other_data,
     "takes over values": takes_over_values,

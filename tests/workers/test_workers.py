@@ -117,6 +117,20 @@ def test_bytes_of_the_chief_come_to_all_workers(values: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@of("sums in packs")
+def test_gradients_are_summed_a_pack_at_a_time_from_the_last_and_what_rides_along_comes_in_the_last(
+    values: Any,
+) -> None:
+    _, expected = trained_in_16_bits(keras, None)
+    gradients = [[(3,), (16, 3)], [(16,), (12, 16)]]
+    for trained in (worker["sums in packs"] for worker in values):
+        for (weights, packs), rest in zip(trained, ([], [[(3, 2)]]), strict=True):  # (3, 2): what a guard has found
+            assert packs == [gradients + rest]
+            for ours, theirs in zip(weights, expected, strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 @of("predicts in order")
 def test_predictions_come_in_order_and_batches_are_split(values: Any) -> None:
     for predicted, on_batch, train_loss, test_loss in (worker["predicts in order"] for worker in values):
