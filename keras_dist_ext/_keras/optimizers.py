@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import tensorflow as tf
 
@@ -21,6 +21,7 @@ __all__ = [
     "accumulated_gradients",
     "accumulators_of",
     "slots_by_attribute",
+    "slots_of",
     "GradientSlots",
 ]
 
@@ -99,6 +100,20 @@ def slots_by_attribute(optimizer: keras.optimizers.Optimizer) -> dict[str, list[
     """
     lists = {name: value for name, value in attributes(inner_optimizer(optimizer)) if isinstance(value, list)}
     return {name.strip("_"): kept for name, kept in lists.items() if name not in ("_variables", "_trainable_variables")}
+
+
+def slots_of(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable, lists: Mapping[str, list[keras.Variable]]
+) -> dict[str, keras.Variable]:
+    """What an optimizer keeps for a variable, of ``slots_by_attribute``: "momentums", "velocities" (optimizers/*.py).
+
+    Args:
+        optimizer: of Keras.
+        variable: that it trains; a copy of a mirrored one, too.
+        lists: what ``slots_by_attribute`` returned.
+    """
+    place = optimizer._get_variable_index(variable)
+    return {name: lists[name][place] for name in ("momentums", "velocities") if lists.get(name)}
 
 
 class GradientSlots:

@@ -15,6 +15,7 @@ In reading order:
     branches            branches, loops and functions in which replicas add up
     reducers          how replicas add up: a single one, mirrored, on a TPU
     update            let every replica run an optimizer
+    fused_updates     what an optimizer does to a variable, by one op
     slices            sums of sparse gradients, the same bits on every replica
     step_options      what holds for a step, whatever its batch
     step_plan         what is known of a step before it is traced to be run

@@ -19,6 +19,7 @@ from keras_dist_ext._keras.optimizers import accumulators_of, ends_accumulation,
 from keras_dist_ext._keras.variables import Variable, local_component
 from keras_dist_ext.aliases import Gradient
 from keras_dist_ext.step.compression import GradientCompression, RoundedGradients
+from keras_dist_ext.step.fused_updates import fused_updates
 from keras_dist_ext.step.nan_guard import StepGuard
 
 __all__ = [
@@ -194,7 +195,7 @@ def run_optimizer(
     gradients = [None if g is None else next(rest) for g in update.gradients]
 
     def run() -> tf.Tensor:
-        with replicas.updating():
+        with replicas.updating(), fused_updates(inner_optimizer(update.optimizer)):
             update.original(gradients, update.variables)
         return tf.constant(True)
 

@@ -62,7 +62,7 @@ from conformance.models import (
 )
 from conformance.run import IN_PROCESS, WORKERS, Outcome, Row, fit_only, fit_with_batch_logs, plain, state
 
-__all__ = ["ROWS"]
+__all__ = ["OPTIMIZERS", "ROWS"]
 
 Quick = partial(Row, quick=True)
 """A row of the quick run too."""

@@ -12,6 +12,7 @@ import importlib
 import re
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from cases import TURNS
@@ -22,10 +23,11 @@ from conformance.causes import CAUSES, cause_of
 from conformance.definition import digest
 from conformance.feeds import regression
 from conformance.models import dense
-from conformance.rows import ROWS
+from conformance.rows import OPTIMIZERS, ROWS
 from conformance.run import IN_PROCESS, WORKERS, Outcome, Row, differences, run, run_on_one_device
 from conformance.seen import PASSES, RECORD, seen
 from conformance.workers import run_row
+from keras_dist_ext.step.fused_updates import KERAS_UPDATES
 from keras_dist_ext.training import runners
 
 # Stock Keras says so too, from a module whose warnings the suite ignores.
@@ -92,6 +94,18 @@ def test_replicas_give_what_one_device_gives(row: Row, kind: str, strategies: An
     expected = one_device(row)
     found = run(row, kde, None if kind == "default" else strategies.get(kind))
     assert differences(expected, found, row.tolerance) == []
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.name, marks=[pytest.mark.rotating, pytest.mark.xdist_group(row.name)])
+        for row in OPTIMIZERS
+    ],
+)
+def test_so_they_do_where_optimizers_run_as_keras_wrote_them(row: Row, mirrored: Any) -> None:
+    with patch.dict(KERAS_UPDATES, clear=True):
+        assert differences(one_device(row), run(row, kde, mirrored), row.tolerance) == []
 
 
 def test_jit_compile_goes_on_uncompiled_where_replicas_are_cpus_and_says_so_once(
