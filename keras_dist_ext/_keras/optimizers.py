@@ -69,12 +69,18 @@ def ends_accumulation(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
 
 
 def end_accumulation_next(optimizer: keras.optimizers.Optimizer) -> None:
-    """Have the next batch be the last of an accumulation of gradients (see ``ends_accumulation``)."""
+    """Have the next batch be the last of an accumulation of gradients (see ``ends_accumulation``), and the only one.
+
+    Replicas give the optimizer the sum of all that they have accumulated, one device the last gradient alone.
+    """
     inner = inner_optimizer(optimizer)
     steps = inner.gradient_accumulation_steps
     if inner.built and steps:
         for copy in components(inner._iterations):
             copy.assign(copy - copy % steps + steps - 1)
+        for accumulator in accumulated_gradients(optimizer):
+            for copy in components(accumulator):
+                copy.assign(tf.zeros_like(copy))
 
 
 def accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

@@ -428,6 +428,18 @@ def test_training_on_batches_gives_the_bits_that_it_gives_without_the_check(mirr
         np.testing.assert_array_equal(one, other)
 
 
+def test_nothing_is_said_where_a_model_goes_on_in_the_middle_of_an_accumulation(mirrored, tmp_path):
+    with mirrored.scope():
+        model = stack(kde.Model)
+        model.compile(Adam(gradient_accumulation_steps=3), squares)
+    model.train_on_batch(X[:8], Y[:8])
+    model.save(tmp_path / "model.keras")
+    loaded = kde.load_model(tmp_path / "model.keras", mirrored, custom_objects={"squares": squares})
+    kept = [np.asarray(v) for v in loaded.optimizer.variables]
+    assert said_in(loaded, lambda model: model.fit(X[:8], Y[:8], epochs=2, verbose=0)) == []
+    assert int(kept[0]) + 2 == int(np.asarray(loaded.optimizer.variables[0]))
+
+
 # Validation and prediction
 
 
