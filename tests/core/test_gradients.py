@@ -218,6 +218,7 @@ def test_a_prediction_may_give_gradients_and_jacobians_of_its_rows(strategies: A
         np.testing.assert_allclose(other, one, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_that_go_straight_into_an_optimizer_are_summed_once(
     mirrored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

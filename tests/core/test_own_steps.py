@@ -22,7 +22,6 @@ ADOPTED = ("no call", "a gan of parts made in the step")
 QUICK = (
     "a gan of parts made in the step",
     "a step that is a function with a branch",
-    "results of before an update",
 )
 
 
@@ -31,7 +30,7 @@ def on_one_device(name, size=8):
     return own_steps.run(name, Base(size=size))
 
 
-@pytest.mark.parametrize("name", rotating(PROGRAMS, QUICK))
+@pytest.mark.parametrize("name", rotating(PROGRAMS, QUICK, slow=["results of before an update"]))
 def test_it_gives_on_two_replicas_what_stock_keras_gives_on_one_device(name):
     own_steps.compare(on_one_device(name), own_steps.run(name, Base(kde, strategies.get("mirrored2"))))
 

@@ -310,6 +310,7 @@ def test_a_variable_of_tensorflow_that_stays_where_it_was_is_said():
     assert "tf.Variables that stay where they were made, and are copied each step: net/counts/seen" in str(placement)
 
 
+@pytest.mark.slow
 def test_another_placement_takes_the_place_of_the_first():
     model = make()
     place(model, {"decoder": "CPU:1"})

@@ -718,6 +718,7 @@ def test_losses_are_called_as_ever_once_no_thread_traces_any_more() -> None:
     assert all("update_state" not in vars(metric) for metric in model.metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_followed", [True, pytest.param(False, marks=pytest.mark.rotating)])
 def test_logs_may_hold_other_numbers_on_other_batches(is_followed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def by_form(self: Any, data: Any) -> Any:

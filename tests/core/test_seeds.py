@@ -422,6 +422,7 @@ def test_deterministic_ops_give_the_same_bits_at_every_run() -> None:
 # XLA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "rtol"),
     rotating([("float32", 3e-5), ("mixed_float16", 2e-3), ("mixed_bfloat16", 5e-3)], [("float32", 3e-5)]),

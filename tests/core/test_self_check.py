@@ -428,6 +428,7 @@ def test_training_on_batches_gives_the_bits_that_it_gives_without_the_check(mirr
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_nothing_is_said_where_a_model_goes_on_in_the_middle_of_an_accumulation(mirrored, tmp_path):
     with mirrored.scope():
         model = stack(kde.Model)

@@ -32,10 +32,10 @@ def assert_close(found, expected):
 OTHERS = [
     (name, kind, size) for name in STRUCTURES for kind, size in (("mirrored2", 7), ("mirrored4", 8), ("mirrored4", 3))
 ]
-QUICK = ["SimCLR", "SAM"]
+QUICK = ["SAM"]
 
 
-@pytest.mark.parametrize("name", rotating(STRUCTURES, QUICK))
+@pytest.mark.parametrize("name", rotating(STRUCTURES, QUICK, slow=["SimCLR"]))
 def test_a_structure_trains_as_on_one_device(mirrored, name):
     assert_close(structure_runs.train(name, kde.Model, mirrored), on_one_device(name))
 

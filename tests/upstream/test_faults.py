@@ -241,6 +241,7 @@ def drifted(library: models.Library, strategy: Strategy) -> tuple[list[np.ndarra
     return means, model.predict(np.ones((8, 5), "float32"), verbose=0)
 
 
+@pytest.mark.slow
 def test_moving_statistics_are_the_same_on_all_replicas(mirrored: Strategy) -> None:
     """Show fault 11."""
     means, predictions = drifted(keras, mirrored)
