@@ -147,6 +147,7 @@ def test_an_example_that_is_run_prints_what_it_has_learnt(
     monkeypatch.chdir(tmp_path)
     choice = kde.pick_strategy("one_device")
     monkeypatch.setattr(kde, "pick_strategy", lambda: choice)
+    monkeypatch.delitem(sys.modules, f"keras_dist_ext.examples.{example}", raising=False)  # another test may have it
     runpy.run_module(f"keras_dist_ext.examples.{example}", run_name="__main__")
     printed = {name: list(map(float, values)) for name, *values in map(str.split, capsys.readouterr().out.splitlines())}
     assert np.isfinite(printed[falls]).all()

@@ -62,7 +62,7 @@ def test_so_it_does_on_two_workers(name, size, values):
 
 
 @pytest.mark.slow
-def test_under_no_strategy_python_calls_a_model_as_often_as_in_stock_keras():
+def test_under_no_strategy_python_calls_a_model_no_more_often_than_in_stock_keras():
     def calls(lib):
         class Net(lib.Model):
             def __init__(self):
@@ -81,7 +81,8 @@ def test_under_no_strategy_python_calls_a_model_as_often_as_in_stock_keras():
             counts.append(len(net.calls))
         return counts
 
-    assert calls(kde) == calls(keras)
+    found, stock = calls(kde), calls(keras)
+    assert all(ours <= theirs for ours, theirs in zip(found, stock, strict=True)), (found, stock)
 
 
 @pytest.fixture
