@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -32,10 +33,27 @@ from keras_dist_ext.step.pass_through import LocalUpdate
 
 __all__ = ["KERAS_UPDATES", "fused_updates", "is_close_to_one_minus", "update_for"]
 
-Slots = Mapping[str, tf.Variable]
-Scalars = Mapping[str, tf.Tensor]
-FusedUpdate = Callable[[keras.optimizers.Optimizer, tf.Variable, Slots, tf.Tensor, Scalars], None]
-"""Updates a variable, and its slots, by a gradient and what `_scalars` has computed."""
+
+class Given(NamedTuple):
+    """What the update of a variable is given.
+
+    Attributes:
+        optimizer: whose update it is.
+        variable: this replica's copy.
+        slots: what the optimizer keeps for it, this replica's copies.
+        gradient: dense.
+        scalars: what `_scalars` has computed.
+    """
+
+    optimizer: keras.optimizers.Optimizer
+    variable: tf.Variable
+    slots: Mapping[str, tf.Variable]
+    gradient: tf.Tensor
+    scalars: Mapping[str, tf.Tensor]
+
+
+FusedUpdate = Callable[[Given], None]
+"""Updates a variable, and its slots."""
 
 KERAS_UPDATES = {
     cls: cls.update_step
@@ -86,7 +104,7 @@ def fused_updates(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         return
     original = optimizer.update_step
     lists: dict[str, list[Variable]] = {}  # there are none before the optimizer is built, perhaps in here
-    scalars: dict[tf.Graph | None, Scalars] = {}  # by graph: an update may be in a branch of it
+    scalars: dict[tf.Graph | None, Mapping[str, tf.Tensor]] = {}  # by graph: an update may be in a branch of it
 
     def update_step(gradient: Gradient, variable: Variable, learning_rate: tf.Tensor) -> None:
         lists.update({} if lists else slots_by_attribute(optimizer))
@@ -98,7 +116,7 @@ def fused_updates(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         if graph not in scalars:
             scalars[graph] = _scalars(optimizer, learning_rate)
-        fused(optimizer, local, slots, gradient, scalars[graph])
+        fused(Given(optimizer, local, slots, gradient, scalars[graph]))
 
     vars(optimizer)["update_step"] = update_step
     try:
@@ -116,7 +134,7 @@ def _is_plain(gradient: Gradient, variables: list[tf.Variable]) -> bool:
     return not others and tf.DeviceSpec.from_string(device).device_type == "CPU" and dtypes == {tf.float32}
 
 
-def _scalars(optimizer: keras.optimizers.Optimizer, learning_rate: tf.Tensor) -> Scalars:
+def _scalars(optimizer: keras.optimizers.Optimizer, learning_rate: tf.Tensor) -> Mapping[str, tf.Tensor]:
     """Compute, once an update, what all variables need."""
     scalars = {"lr": keras.ops.cast(learning_rate, "float32")}
     if hasattr(optimizer, "beta_2"):
@@ -128,72 +146,66 @@ def _scalars(optimizer: keras.optimizers.Optimizer, learning_rate: tf.Tensor) ->
 _BETAS = ("beta_1", "beta_2")
 
 
-def _gradient_descent(
-    optimizer: keras.optimizers.Optimizer, variable: tf.Variable, slots: Slots, gradient: tf.Tensor, scalars: Scalars
-) -> None:
-    tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=scalars["lr"], delta=gradient)
+def _gradient_descent(given: Given) -> None:
+    _descend(given.variable, given.gradient, given.scalars["lr"])
 
 
-def _momentum(
-    optimizer: keras.optimizers.Optimizer, variable: tf.Variable, slots: Slots, gradient: tf.Tensor, scalars: Scalars
-) -> None:
+def _momentum(given: Given) -> None:
     tf.raw_ops.ResourceApplyKerasMomentum(
-        var=variable.handle,
-        accum=slots["momentums"].handle,
-        lr=scalars["lr"],
-        grad=gradient,
-        momentum=_float32(optimizer.momentum),
-        use_nesterov=optimizer.nesterov,
+        var=given.variable.handle,
+        accum=given.slots["momentums"].handle,
+        lr=given.scalars["lr"],
+        grad=given.gradient,
+        momentum=_float32(given.optimizer.momentum),
+        use_nesterov=given.optimizer.nesterov,
     )
 
 
-def _rmsprop(
-    optimizer: keras.optimizers.Optimizer, variable: tf.Variable, slots: Slots, gradient: tf.Tensor, scalars: Scalars
-) -> None:
-    velocity = slots["velocities"]
-    _approach(velocity, tf.square(gradient), 1 - optimizer.rho)
-    change = gradient / tf.sqrt(velocity.read_value() + optimizer.epsilon)
-    tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=scalars["lr"], delta=change)
+def _rmsprop(given: Given) -> None:
+    velocity = given.slots["velocities"]
+    _approach(velocity, tf.square(given.gradient), 1 - given.optimizer.rho)
+    change = given.gradient / tf.sqrt(velocity.read_value() + given.optimizer.epsilon)
+    _descend(given.variable, change, given.scalars["lr"])
 
 
-def _rmsprop_with_momentum(
-    optimizer: keras.optimizers.Optimizer, variable: tf.Variable, slots: Slots, gradient: tf.Tensor, scalars: Scalars
-) -> None:
+def _rmsprop_with_momentum(given: Given) -> None:
     tf.raw_ops.ResourceApplyRMSProp(
-        var=variable.handle,
-        ms=slots["velocities"].handle,
-        mom=slots["momentums"].handle,
-        lr=scalars["lr"],
-        rho=_float32(optimizer.rho),
-        momentum=_float32(optimizer.momentum),
-        epsilon=_float32(optimizer.epsilon),
-        grad=gradient,
+        var=given.variable.handle,
+        ms=given.slots["velocities"].handle,
+        mom=given.slots["momentums"].handle,
+        lr=given.scalars["lr"],
+        rho=_float32(given.optimizer.rho),
+        momentum=_float32(given.optimizer.momentum),
+        epsilon=_float32(given.optimizer.epsilon),
+        grad=given.gradient,
     )
 
 
-def _adam(
-    optimizer: keras.optimizers.Optimizer, variable: tf.Variable, slots: Slots, gradient: tf.Tensor, scalars: Scalars
-) -> None:
-    velocity = slots["velocities"]
-    _approach(velocity, tf.square(gradient), 1 - optimizer.beta_2)
+def _adam(given: Given) -> None:
+    velocity = given.slots["velocities"]
+    _approach(velocity, tf.square(given.gradient), 1 - given.optimizer.beta_2)
     tf.raw_ops.ResourceApplyAdam(
-        var=variable.handle,
-        m=slots["momentums"].handle,
+        var=given.variable.handle,
+        m=given.slots["momentums"].handle,
         v=velocity.handle,
-        beta1_power=scalars["beta_1_power"],
-        beta2_power=scalars["beta_2_power"],
-        lr=scalars["lr"],
-        beta1=_float32(optimizer.beta_1),
+        beta1_power=given.scalars["beta_1_power"],
+        beta2_power=given.scalars["beta_2_power"],
+        lr=given.scalars["lr"],
+        beta1=_float32(given.optimizer.beta_1),
         beta2=_float32(1.0),
-        epsilon=_float32(optimizer.epsilon),
-        grad=gradient,
+        epsilon=_float32(given.optimizer.epsilon),
+        grad=given.gradient,
     )
 
 
 def _approach(variable: tf.Variable, value: tf.Tensor, rate: float) -> None:
     """Move a variable to a value by a part of the way."""
-    delta = variable.read_value() - value
-    tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=_float32(rate), delta=delta)
+    _descend(variable, variable.read_value() - value, _float32(rate))
+
+
+def _descend(variable: tf.Variable, delta: tf.Tensor, rate: tf.Tensor) -> None:
+    """Subtract a change, times a rate, in one pass."""
+    tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=rate, delta=delta)
 
 
 def _float32(number: float) -> tf.Tensor:
