@@ -1,10 +1,10 @@
 """The supervisor of a search, over made-up processes and a made-up chief: what it does, in which order."""
 
-import contextlib
 import time
 import types
 
 import pytest
+from silent_host import SilentHost
 
 from keras_dist_ext.cluster.failure import Failure, NotPlaced
 from keras_dist_ext.cluster.host import State
@@ -249,7 +249,7 @@ def test_what_a_worker_said_before_it_died_goes_with_the_cause(monkeypatch):
 # The processes of a worker.
 
 
-class Host(contextlib.nullcontext):
+class Host(SilentHost):
     """A host and its process, which has ended and returned this, pickled; or one with a place that is none."""
 
     def __init__(self, value=b"", failure=None):
@@ -267,15 +267,6 @@ class Host(contextlib.nullcontext):
 
     def value(self):
         return self._value
-
-    def start(self, name, work, environ, cpus):
-        return self
-
-    def read(self, seconds):
-        return []
-
-    def foresee_end(self):
-        pass
 
 
 def group_on(host):

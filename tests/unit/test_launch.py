@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launching import ROOT, Shown, environ_with, linux, processes_with, run, script, wait_until
+from silent_host import SilentHost
 
 import keras_dist_ext as kde
 from keras_dist_ext.cli import main
@@ -974,7 +975,7 @@ def test_a_server_reports_nothing_and_leaves_nothing():
         process.close()
 
 
-class Stuck(contextlib.nullcontext):
+class Stuck(SilentHost):
     """A process that is stuck in the kernel, so that no signal ends it, and its host."""
 
     poll = staticmethod(State)
@@ -983,15 +984,6 @@ class Stuck(contextlib.nullcontext):
         super().__init__(self)
         self.signals = []
         self.ask = self.send = self.signals.append
-
-    def start(self, name, work, environ, cpus):
-        return self
-
-    def read(self, seconds):
-        return []
-
-    def foresee_end(self):
-        pass
 
 
 def test_a_process_that_nothing_ends_does_not_hold_up_the_launch(monkeypatch):
