@@ -14,7 +14,7 @@ from keras_dist_ext.aliases import Array, TensorNest
 from keras_dist_ext.data.graph_checks import require
 from keras_dist_ext.errors import DataError
 
-__all__ = ["num_rows", "replica_rows", "take_rows", "without_optionals"]
+__all__ = ["bounds_of_replica", "num_rows", "replica_rows", "take_rows", "without_optionals"]
 
 
 def num_rows(data: TensorNest) -> int | tf.Tensor:
@@ -58,7 +58,7 @@ def replica_rows(data: TensorNest, replica: int, num_replicas: int) -> TensorNes
     if num_replicas == 1:
         return data
     rows = _rows_of_all(data)
-    start, stop = replica * rows // num_replicas, (replica + 1) * rows // num_replicas
+    start, stop = bounds_of_replica(rows, replica, num_replicas)
 
     def cut(leaf: tf.Tensor) -> tf.Tensor:
         if not _has_rows(leaf):
@@ -71,6 +71,13 @@ def replica_rows(data: TensorNest, replica: int, num_replicas: int) -> TensorNes
         return leaf[start:stop]
 
     return tree.map_structure(cut, data)
+
+
+def bounds_of_replica(
+    rows: int | tf.Tensor, replica: int, num_replicas: int
+) -> tuple[int | tf.Tensor, int | tf.Tensor]:
+    """Return where the rows of ``replica`` begin and end in a batch of so many: r N // R and (r + 1) N // R."""
+    return replica * rows // num_replicas, (replica + 1) * rows // num_replicas
 
 
 def _rows_of_all(data: TensorNest) -> int | tf.Tensor:

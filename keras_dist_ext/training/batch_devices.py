@@ -1,4 +1,4 @@
-"""Place the batches of a training loop: next to their iterator until they are needed, and on the GPU before their step.
+"""Place the batches of a training loop: next to their iterator until they are needed, and on GPUs before their step.
 
 TensorFlow places ops without a device on a GPU if it can (tensorflow/core/common_runtime/placer.cc), also the Identity
 of each loop variable and the `and` in a loop's condition. So a batch that was read ahead would be copied to the GPU and
@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_dist_ext._keras.strategies import is_default_strategy
+from keras_dist_ext._keras.strategies import first_replica, is_default_strategy, regroup
 from keras_dist_ext._keras.tracing import return_in_place
 from keras_dist_ext.aliases import SpecNest, StepData
+from keras_dist_ext.data.split import bounds_of_replica, num_rows, replica_rows
+from keras_dist_ext.training.batch_split import Dealt
 
-__all__ = ["BatchDevices", "accelerators", "device_of_iterator"]
+__all__ = ["BatchDevices", "BatchTargets", "accelerators", "device_of_iterator"]
 
 
 def accelerators(strategy: tf.distribute.Strategy) -> list[str]:
@@ -37,15 +40,42 @@ def device_of_iterator(iterator: tf.data.Iterator) -> str:
     return str(tf.nest.flatten(iterator, expand_composites=True)[0].device)
 
 
+class BatchTargets(NamedTuple):
+    """The GPUs to which a batch is sent.
+
+    Attributes:
+        devices: of this worker's replicas.
+        first: the number of the first of these replicas.
+        num_replicas: over which a batch is split, of all workers; 1 if it goes to the only device as a whole.
+    """
+
+    devices: Sequence[str]
+    first: int = 0
+    num_replicas: int = 1
+
+    @classmethod
+    def of(cls, strategy: tf.distribute.Strategy, devices: Sequence[str]) -> BatchTargets | None:
+        """Return the targets under a strategy; None where a replica has no GPU.
+
+        Args:
+            strategy: that trains.
+            devices: its ``accelerators``.
+        """
+        num_local = 1 if is_default_strategy(strategy) else len(strategy.extended.worker_devices)
+        if len(devices) < num_local:
+            return None
+        return cls(devices, first_replica(strategy), strategy.num_replicas_in_sync)
+
+
 class BatchDevices:
     """The devices on which the batches of an iterator are.
 
     Args:
         data: the device of the iterator; None places nothing.
-        ahead: the device to which batches are sent one step ahead, if they are on the host; None sends none ahead.
+        ahead: where batches are sent one step ahead, if they are on the host; None sends none ahead.
     """
 
-    def __init__(self, data: str | None = None, ahead: str | None = None) -> None:
+    def __init__(self, data: str | None = None, ahead: BatchTargets | None = None) -> None:
         self._data = data
         self._ahead = None if data is None or _is_gpu(data) else ahead
 
@@ -76,14 +106,14 @@ class BatchDevices:
         leaves = tf.nest.flatten(spec)
         if self._ahead is None or self._data is None or not all(map(_can_be_sent, leaves)):
             return BatchesAhead()
-        if sum(map(_num_bytes, leaves)) < LEAST_BYTES:
+        if sum(map(_num_bytes, leaves)) < LEAST_BYTES * self._ahead.num_replicas:
             return BatchesAhead()
         return _SentAhead(spec, self._data, self._ahead)
 
 
 LEAST_BYTES = 64 * 1024
-"""Smaller batches are not sent ahead. On one H200 a step on 1 KB took 467 us if sent ahead, and 384 us if not; one on
-3 MB 1184 and 1578 us (benchmarks/results/2026-11-27-h200.md)."""
+"""If a device gets less of a batch, it is not sent ahead. On one H200 a step on 1 KB took 467 us if sent ahead, and 384
+us if not; one on 3 MB 1184 and 1578 us (benchmarks/results/2026-11-27-h200.md)."""
 _USUAL_ROWS = 32  # Keras' default
 
 
@@ -126,24 +156,29 @@ class BatchesAhead:
         """Return the loop variables for the next step, if there is one."""
         return []
 
-    def batch(self, carried: Sequence[tf.Tensor], pull: Callable[[], StepData]) -> StepData:
+    def batch(self, carried: Sequence[tf.Tensor], pull: Callable[[], StepData]) -> StepData | Dealt:
         """Return the batch of a step."""
         return pull()
 
 
 class _SentAhead(BatchesAhead):
-    """Batches that are sent to a device one step ahead, while it computes.
+    """Batches that are sent to the devices of replicas one step ahead, while these compute.
 
-    Their tensors are loop variables. Integers and strings stay on the host: TensorFlow keeps int32 there, and ops on
-    strings may have no kernel for a GPU. A missing leaf, which Keras writes as an optional, is None.
+    Their tensors are loop variables, of each replica those of its rows. Integers and strings stay on the host:
+    TensorFlow keeps int32 there, and ops on strings may have no kernel for a GPU. A missing leaf, which Keras writes as
+    an optional, is None.
     """
 
-    def __init__(self, spec: SpecNest, data: str, device: str) -> None:
+    def __init__(self, spec: SpecNest, data: str, targets: BatchTargets) -> None:
         self._spec = spec
         self._specs = [leaf for leaf in tf.nest.flatten(spec) if isinstance(leaf, tf.TensorSpec)]
         self._data = data
-        self._device = device
-        self.shapes = [leaf.shape for leaf in self._specs]
+        self._targets = targets
+        known = [leaf.shape[0] for leaf in self._specs if leaf.shape.rank and leaf.shape[0] is not None]
+        self._num_rows = known[0] if known else None
+        self.shapes = [_of_part(leaf.shape, *part) for part in self._parts() for leaf in self._specs]
+        if self._carries_rows:
+            self.shapes.append(tf.TensorShape([]))
 
     def first(self, pull: Callable[[], StepData]) -> list[tf.Tensor]:
         return self._sent(self._leaves(pull()))
@@ -153,27 +188,49 @@ class _SentAhead(BatchesAhead):
             return self._kept(self._leaves(pull()))
 
         def nothing() -> list[tf.Tensor]:
-            return self._kept([tf.zeros([size or 0 for size in leaf.shape], leaf.dtype) for leaf in self._specs])
+            return self._kept([tf.zeros(self._of_nothing(leaf.shape), leaf.dtype) for leaf in self._specs])
 
         with tf.device(self._data):
             leaves = tf.cond(is_wanted(), pulled, nothing)
         return self._sent(leaves)
 
-    def batch(self, carried: Sequence[tf.Tensor], pull: Callable[[], StepData]) -> StepData:
+    def batch(self, carried: Sequence[tf.Tensor], pull: Callable[[], StepData]) -> StepData | Dealt:
         leaves = iter(carried)
+        parts = [self._in_order(self._shaped(leaves, *part)) for part in self._parts()]
+        if self._targets.num_replicas == 1:
+            return parts[0]
+        total = next(leaves) if self._carries_rows else self._num_rows
+        return Dealt(tf.nest.map_structure(_regrouped, self._spec, *parts), total, self._targets.num_replicas)
 
-        def leaf_of(spec: tf.TypeSpec) -> tf.Tensor | None:
-            if not isinstance(spec, tf.TensorSpec):
-                return None
-            leaf = next(leaves)
-            leaf.set_shape(spec.shape)
-            return leaf
+    @property
+    def _carries_rows(self) -> bool:
+        """Whether the number of rows of a batch that is split is known in its step only."""
+        return self._targets.num_replicas > 1 and self._num_rows is None
 
-        return tf.nest.map_structure(leaf_of, self._spec)
+    def _parts(self) -> list[tuple[int, int]]:
+        """The number of each of this worker's replicas, and how many there are of all workers."""
+        first, num_replicas = self._targets.first, self._targets.num_replicas
+        return [(first + index, num_replicas) for index in range(len(self._targets.devices))]
+
+    def _shaped(self, leaves: Iterable[tf.Tensor], *part: int) -> Iterable[tf.Tensor]:
+        for spec, leaf in zip(self._specs, leaves, strict=False):  # the shorter one first: it takes no leaf too many
+            leaf.set_shape(_of_part(spec.shape, *part))
+            yield leaf
+
+    def _in_order(self, leaves: Iterable[tf.Tensor]) -> StepData:
+        """Return leaves as a batch has them."""
+        rest = iter(leaves)
+        return tf.nest.map_structure(lambda spec: next(rest) if isinstance(spec, tf.TensorSpec) else None, self._spec)
 
     def _leaves(self, batch: StepData) -> list[tf.Tensor]:
         pairs = zip(tf.nest.flatten(self._spec), tf.nest.flatten(batch), strict=True)
         return [leaf for spec, leaf in pairs if isinstance(spec, tf.TensorSpec)]
+
+    def _of_nothing(self, shape: tf.TensorShape) -> list[int]:
+        """Return the shape of a leaf where there is no batch: all have as many rows."""
+        rows, *others = shape if shape.rank else (None,)
+        size = [self._num_rows or 0 if rows is None else rows, *(size or 0 for size in others)]
+        return size if shape.rank else []
 
     def _kept(self, leaves: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return leaves on the iterator's device, out of a branch, whose graph does not inherit a device."""
@@ -183,8 +240,26 @@ class _SentAhead(BatchesAhead):
         return kept
 
     def _sent(self, leaves: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        with tf.device(self._data):
+            batch = self._in_order(leaves)
+            parts = [self._leaves(replica_rows(batch, *part)) for part in self._parts()]
+            num_global = num_rows(batch)
         sent = []
-        for leaf in leaves:
-            with tf.device(self._device if _is_computed_with(leaf.dtype) else self._data):
-                sent.append(tf.identity(leaf))
-        return sent
+        for device, part in zip(self._targets.devices, parts, strict=True):
+            for leaf in part:
+                with tf.device(device if _is_computed_with(leaf.dtype) else self._data):
+                    sent.append(tf.identity(leaf))
+        return [*sent, tf.identity(num_global)] if self._carries_rows else sent
+
+
+def _of_part(shape: tf.TensorShape, replica: int, num_replicas: int) -> tf.TensorShape:
+    """The shape of a replica's rows."""
+    if not shape.rank or shape[0] is None:
+        return shape
+    start, stop = bounds_of_replica(shape[0], replica, num_replicas)
+    return tf.TensorShape([stop - start, *shape[1:]])
+
+
+def _regrouped(spec: tf.TypeSpec, *values: tf.Tensor | None) -> tf.distribute.DistributedValues | None:
+    """What the replicas have of a leaf, or None where it is missing."""
+    return regroup(values) if isinstance(spec, tf.TensorSpec) else None

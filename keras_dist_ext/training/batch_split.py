@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -15,10 +17,13 @@ from keras_dist_ext.step.global_draws import of_any_number
 from keras_dist_ext.step.reduce import sum_over_replicas
 
 __all__ = [
+    "Dealt",
+    "HowSplit",
     "Split",
     "first_row",
     "global_rows",
     "is_per_replica",
+    "own_rows",
     "rows_on_host",
     "rows_of_replica",
     "split_for",
@@ -35,8 +40,29 @@ class Split(enum.Enum):
     GLOBAL = "global"  # the global batch
 
 
-def split_of(batch: StepData, *, of_worker: bool) -> Split:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dealt:
+    """A global batch of which each local replica has its rows already.
+
+    Attributes:
+        rows: per replica.
+        total: N, how many rows the global batch has.
+        num_replicas: R.
+    """
+
+    rows: StepData
+    total: int | tf.Tensor
+    num_replicas: int
+
+
+HowSplit: TypeAlias = Split | Dealt
+"""What a batch is split from, or the split batch itself."""
+
+
+def split_of(batch: StepData | Dealt, *, of_worker: bool) -> HowSplit:
     """Return how a batch is to be split, given whether its rows are this worker's own."""
+    if isinstance(batch, Dealt):
+        return batch
     return Split.NONE if is_per_replica(batch) else Split.WORKER if of_worker else Split.GLOBAL
 
 
@@ -46,9 +72,14 @@ def is_per_replica(batch: StepData) -> bool:
 
 
 def split_rows(
-    batch: StepData, split: Split, strategy: tf.distribute.Strategy, num_parts: int = 1
+    batch: StepData, split: HowSplit, strategy: tf.distribute.Strategy, num_parts: int = 1
 ) -> tuple[list[StepData], int | tf.Tensor]:
-    """Return this replica's rows of a batch, in as many parts, and the number of those of the global batch."""
+    """Return this replica's rows of a batch, in as many parts, and the number of those of the global batch.
+
+    A batch that is ``Dealt`` has one part.
+    """
+    if isinstance(split, Dealt):
+        return [batch], split.total
     parts = [
         data.replica_rows(batch, part, num_parts)
         if split is Split.NONE
@@ -68,7 +99,7 @@ def rows_on_host(batch: StepData) -> int | tf.Tensor:
 
 
 def split_for(
-    model: DistributedModel, batch: StepData, split: Split, num_parts: int = 1
+    model: DistributedModel, batch: StepData, split: HowSplit, num_parts: int = 1
 ) -> tuple[list[StepData], int | tf.Tensor]:
     """Split as ``split_rows`` for a model's step, which may have to tell what has a dimension of examples."""
     parts, num_global = split_rows(batch, split, model.distribute_strategy, num_parts)
@@ -76,14 +107,26 @@ def split_for(
     return [of_any_number(part) for part in parts] if is_global else parts, num_global
 
 
+def own_rows(split: HowSplit, batch: StepData) -> int | tf.Tensor:
+    """Count this replica's rows, of a ``Dealt`` batch without looking at what is on a GPU.
+
+    No device is named: on a GPU, too, TensorFlow computes int32 on the host, and from an op that is placed there a GPU
+    would be stopped (see "How steps on a GPU are recorded" in docs/ARCHITECTURE.md).
+    """
+    if not isinstance(split, Dealt):
+        return data.num_rows(batch)
+    start, stop = data.bounds_of_replica(split.total, replica_id(), split.num_replicas)
+    return stop - start
+
+
 def first_row(
-    split: Split, strategy: tf.distribute.Strategy, num_global: int | tf.Tensor, part: int = 0, num_parts: int = 1
+    split: HowSplit, strategy: tf.distribute.Strategy, num_global: int | tf.Tensor, part: int = 0, num_parts: int = 1
 ) -> int | tf.Tensor | None:
     """Return where this replica's rows, or those of one of several parts of them, begin in the global batch.
 
     None where the batch was split elsewhere, so that replicas have to tell each other how many they have.
     """
-    if split is not Split.GLOBAL:
+    if split is not Split.GLOBAL and not isinstance(split, Dealt):
         return None
     return (replica_id() * num_parts + part) * num_global // (strategy.num_replicas_in_sync * num_parts)
 

@@ -39,7 +39,7 @@ from keras_dist_ext.step.virtual_replicas import run_virtual_replicas
 from keras_dist_ext.step.xla import check_default, compiled_step
 from keras_dist_ext.training.batch_clock import after
 from keras_dist_ext.training.batch_devices import accelerators
-from keras_dist_ext.training.batch_split import Split, first_row, split_for, split_of
+from keras_dist_ext.training.batch_split import Dealt, HowSplit, Split, first_row, own_rows, split_for, split_of
 from keras_dist_ext.training.runtime import ReplicaRuntime
 from keras_dist_ext.training.step_examination import StepExamination
 from keras_dist_ext.training.step_logs import StepLogs, zeros_like
@@ -190,8 +190,8 @@ class DistributedStep:
 
     @property
     def sends_ahead(self) -> bool:
-        """Whether batches go to the only device as a whole, so that they may be sent there before they are needed."""
-        return not self.is_split and self.model.placement is None
+        """Whether a device gets its rows at once, so that they may be sent there before they are needed."""
+        return self._virtual is None and self.model.placement is None
 
     @property
     def is_of_user(self) -> bool:
@@ -245,7 +245,7 @@ class DistributedStep:
 
     def run(
         self,
-        batch: StepData,
+        batch: StepData | Dealt,
         times: tuple[tf.Tensor, tf.Tensor] | None = None,
         *,
         of_worker: bool = False,
@@ -254,7 +254,7 @@ class DistributedStep:
         """Run one step over all replicas.
 
         Args:
-            batch: global, or per replica.
+            batch: global, per replica, or dealt to the replicas already.
             times: when the step began and when its batch was there, if it is recorded.
             of_worker: whether the rows are this worker's own.
             is_timed: where clocks are sampled, whether they are read in this step.
@@ -262,8 +262,8 @@ class DistributedStep:
         Returns:
             Each local replica's leaves of the logs that no metric holds, and the step's record if there is one.
         """
-        batch = data.without_optionals(batch)
         split = split_of(batch, of_worker=of_worker)
+        batch = data.without_optionals(batch.rows if isinstance(batch, Dealt) else batch)
         num_ops = 0 if tf.executing_eagerly() else len(tf.compat.v1.get_default_graph().get_operations())
         with self._logs.noted_results(), noted_calls(self.model) if self._plan.is_plain else contextlib.nullcontext():
             extra, noted, computed = self.strategy.run(self._replica, args=(batch, split, times and times[1]))
@@ -282,7 +282,7 @@ class DistributedStep:
         return of_logs, record
 
     def _replica(
-        self, batch: StepData, split: Split, there: tf.Tensor | None = None
+        self, batch: StepData, split: HowSplit, there: tf.Tensor | None = None
     ) -> tuple[list[tf.Tensor], tuple[tf.Tensor, ...], list[tf.Tensor]]:
         """Run the user's step on this replica's rows.
 
@@ -305,7 +305,7 @@ class DistributedStep:
             guard.end()
         return extra, *(((), []) if note is None else (note.record().present, note.last_computed))
 
-    def _extra_of_replica(self, batch: StepData, split: Split, options: StepOptions) -> list[tf.Tensor]:
+    def _extra_of_replica(self, batch: StepData, split: HowSplit, options: StepOptions) -> list[tf.Tensor]:
         with use_global_seed_generator(self._global_generator), self._on_devices():
             if self._num_turns:
                 parts, num_global = split_for(self.model, batch, split, self._num_turns)
@@ -331,7 +331,7 @@ class DistributedStep:
             else:
                 (batch,), num_global = split_for(self.model, batch, split)
                 first = first_row(split, self.strategy, num_global)
-                rows = data.num_rows(batch)
+                rows = own_rows(split, batch)
             step = ReplicaStep(self.model, rows, num_global, options, self.reducer(), first_row=first)
             step.begin(batch)
             with intercept(step):
@@ -355,7 +355,7 @@ class DistributedStep:
     def _finish(self, step: ReplicaStep, logs: TensorNest, batch: StepData) -> tuple[TensorNest, list[tf.Tensor]]:
         """End a step that has given logs; see ``run_user_step``."""
         if step.note is not None:
-            step.note.end(step.replica_id, data.num_rows(batch), logs)
+            step.note.end(step.replica_id, step.weights.rows if self.is_split else data.num_rows(batch), logs)
         if self.is_split and not self._is_received:
             check_step(self.model, self.kind, step.called_hooks)
             self._is_received = True

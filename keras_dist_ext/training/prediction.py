@@ -34,6 +34,7 @@ from keras_dist_ext.step.step_options import StepOptions
 from keras_dist_ext.step.xla import check_default, compiled
 from keras_dist_ext.training.batch_spec import any_number_of_rows
 from keras_dist_ext.training.batch_split import (
+    HowSplit,
     Split,
     first_row,
     is_per_replica,
@@ -158,7 +159,7 @@ class PredictProgram:
             self._has_checked = True
         return tree.map_structure(functools.partial(concat_replicas, self.strategy), outputs)
 
-    def _replica(self, batch: StepData, split: Split) -> TensorNest:
+    def _replica(self, batch: StepData, split: HowSplit) -> TensorNest:
         num_global = data.num_rows(batch) if split is Split.NONE else rows_on_host(batch)
         first = first_row(split, self.strategy, num_global)
         if split is not Split.NONE:

@@ -16,7 +16,7 @@ from keras_dist_ext.aliases import SpecNest, StepData, TensorNest, TracedFunctio
 from keras_dist_ext.step.graphs import in_graph
 from keras_dist_ext.step.stats import Kind
 from keras_dist_ext.step.step_buffer import MAX_STEPS
-from keras_dist_ext.training.batch_devices import BatchDevices, device_of_iterator
+from keras_dist_ext.training.batch_devices import BatchDevices, BatchTargets, device_of_iterator
 from keras_dist_ext.training.batch_reader import BatchReader, WaitTimes
 from keras_dist_ext.training.distributed_step import DistributedStep
 from keras_dist_ext.training.step_loops import EagerLoops, StepLoops
@@ -65,7 +65,8 @@ class StepProgram:
         if self.step.gpus and not self.is_eager and isinstance(iterator, tf.data.Iterator):
             device = device_of_iterator(iterator)
         if device not in self._over:
-            ahead = self.step.gpus[0] if device and self.step.sends_ahead else None
+            sends = device and self.step.sends_ahead
+            ahead = BatchTargets.of(self.strategy, self.step.gpus) if sends else None
             loops = self._loops(BatchDevices(device or None, ahead))
             functions = loops.one_of_iterator, loops.one_of_optional, loops.on_iterator, loops.on_optional
             compiled = functions if self.is_eager else [IteratorFunction(self._compiled(one)) for one in functions]
