@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_dist_ext._keras.strategies import regroup
 from keras_dist_ext._keras.variables import Variable, components
 from keras_dist_ext.aliases import TensorNest
+from keras_dist_ext.strategy.packs import bytes_per_pack_of
 
 __all__ = [
     "GATHERED_AS",
@@ -37,7 +38,8 @@ def sum_over_replicas(strategy: tf.distribute.Strategy, values: list[tf.Tensor])
     parts = [local_values(strategy, value) for value in values]
     if shares_memory(strategy):
         return [_add(part) for part in parts]
-    on_gpus = has_gpus(strategy)
+    on_gpus, num_bytes = has_gpus(strategy), bytes_per_pack_of(strategy)
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=num_bytes)
     by_dtype: dict[tf.DType, list[int]] = {}
     for i, part in enumerate(parts):
         by_dtype.setdefault(carried_as(part[0], on_gpus=on_gpus), []).append(i)
@@ -45,7 +47,8 @@ def sum_over_replicas(strategy: tf.distribute.Strategy, values: list[tf.Tensor])
     for carried, indices in by_dtype.items():
         sent = [regroup([_cast(part, carried) for part in parts[i]]) for i in indices]
         pairs = [(value, value) for value in sent]
-        for i, total in zip(indices, strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs), strict=True):
+        totals = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs, options)
+        for i, total in zip(indices, totals, strict=True):
             dtype = parts[i][0].dtype
             if carried != dtype:
                 total = regroup([_cast(part, dtype) for part in local_values(strategy, total)])

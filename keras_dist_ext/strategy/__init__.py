@@ -6,6 +6,7 @@ In reading order:
     resources    what there is: devices, a cluster, a TPU
     decision     which strategy to build, and why
     builders     build it
+    packs        how much goes into one sum
     given        check what is given as a strategy
     scope        ``kde.check_scope``: whether variables live under the strategy
     adapted      what layers have learnt by ``adapt`` outside of it

@@ -19,6 +19,7 @@ from keras_dist_ext.cluster.rendezvous import (
 from keras_dist_ext.cluster.spec import JOBS, Cluster
 from keras_dist_ext.errors import ClusterError, StrategyError
 from keras_dist_ext.strategy.decision import Decision
+from keras_dist_ext.strategy.packs import note_bytes_per_pack
 from keras_dist_ext.strategy.resources import TPU_VARIABLES, Resources, listed, of_type
 
 __all__ = ["Communication", "build"]
@@ -29,7 +30,7 @@ _MOST_BYTES = 2**31 - 1  # of a pack
 
 @dataclass(frozen=True)
 class Communication:
-    """How the workers of `multi_worker` reduce.
+    """How the workers of `multi_worker`, and the GPUs of `mirrored`, reduce.
 
     Raises:
         StrategyError: an option is not what it can be.
@@ -58,7 +59,7 @@ def build(
     Args:
         decision: what to make.
         resources: what it was decided on.
-        communication: used only by `multi_worker`.
+        communication: used by `multi_worker`; of `mirrored`, how much is reduced at a time.
         wait_seconds: for the other tasks of a cluster.
 
     Raises:
@@ -70,7 +71,7 @@ def build(
         return _one_device(decision.devices[0])
     if decision.name == "mirrored":
         _make_cpu_devices(decision.num_cpus_to_make, resources.devices)
-        return _mirrored(decision.devices)
+        return _mirrored(decision.devices, communication.bytes_per_pack)
     if decision.name == "tpu":
         assert resources.tpu is not None
         return _tpu(resources.tpu)
@@ -101,14 +102,15 @@ def _one_device(device: str) -> tf.distribute.Strategy:
     return tf.distribute.OneDeviceStrategy(device)
 
 
-def _mirrored(devices: tuple[str, ...]) -> tf.distribute.Strategy:
-    key = frozenset(devices)  # in another order too, a second object would reuse the collective keys of the first
+def _mirrored(devices: tuple[str, ...], bytes_per_pack: int) -> tf.distribute.Strategy:
+    key = frozenset(devices), bytes_per_pack  # in another order too they are the same
     if key not in _MIRRORED:
         _MIRRORED[key] = make_mirrored(devices)
+        note_bytes_per_pack(_MIRRORED[key], bytes_per_pack)
     return _MIRRORED[key]
 
 
-_MIRRORED: dict[frozenset[str], tf.distribute.Strategy] = {}
+_MIRRORED: dict[tuple[frozenset[str], int], tf.distribute.Strategy] = {}
 
 
 @functools.cache
@@ -171,6 +173,7 @@ def _join(cluster: Cluster, num_gpus: int, communication: Communication, wait_se
             f"{cluster.task} and the others had found each other, but not all joined within {wait_seconds:g} s. "
             "Look for the first worker that has failed, and start all of them again."
         ) from error
+    note_bytes_per_pack(strategy, communication.bytes_per_pack)
     workers_of(strategy)  # from here on they can tell each other where they are
     return strategy
 

@@ -16,8 +16,8 @@ from keras_dist_ext import arguments
 from keras_dist_ext.cluster.rendezvous import WAIT_SECONDS, checked_wait_seconds
 from keras_dist_ext.errors import StrategyError
 from keras_dist_ext.strategy.builders import Communication, build
-from keras_dist_ext.strategy.decision import decide
-from keras_dist_ext.strategy.resources import find_resources, list_devices
+from keras_dist_ext.strategy.decision import Decision, decide
+from keras_dist_ext.strategy.resources import find_resources, list_devices, of_type
 
 __all__ = ["pick_strategy", "reason_for", "StrategyChoice"]
 
@@ -52,8 +52,7 @@ def pick_strategy(
 
     `"auto"` takes, in this order: the cluster that `cluster_resolver`, TF_CONFIG, MPI's `mpirun` or a SLURM step of
     several tasks describes; `devices` or `num_replicas`; a TPU; all GPUs; all logical CPU devices. One object is made
-    for a set of devices in a process, and handed out again (tensorflow#62790: a second MirroredStrategy reuses
-    collective keys).
+    for a set of devices and a `bytes_per_pack` in a process, and handed out again.
 
         >>> choice = pick_strategy("mirrored", num_replicas=2, environ={})
         >>> choice.strategy.num_replicas_in_sync
@@ -77,8 +76,9 @@ def pick_strategy(
         tpu: name or `grpc://` address of a TPU, or `local`; otherwise TPU_NAME and its like are read. An error where
             another strategy is asked for, or comes first.
         implementation: of the collectives of `multi_worker`: `auto`, `ring` or `nccl`. With `auto` as the name, this
-            and the next two count when several workers train, and the reason says when they do not.
-        bytes_per_pack: how much `multi_worker` reduces at a time; 0 leaves it to TensorFlow.
+            and the next two count where the strategy that is chosen takes them, and the reason says if they do not.
+        bytes_per_pack: how much `multi_worker`, or `mirrored` on GPUs, reduces at a time; 0 leaves it to TensorFlow,
+            which makes one sum of all.
         timeout_seconds: after which a collective of `multi_worker` fails. TensorFlow spends a thread on each collective
             for it, so use it for debugging.
         wait_seconds: how long the tasks of a cluster wait for each other, here and where they begin a run together.
@@ -103,17 +103,33 @@ def pick_strategy(
         raise StrategyError(
             f"tpu={tpu!r} was given, but {decision.name!r} ({reason}) uses none. Leave it out, or take 'tpu'."
         )
-    if communication != Communication() and decision.name != "multi_worker":
+    taken = _taken(communication, decision)
+    if communication != taken:
         if name != "auto":
             raise StrategyError(
-                f"implementation, bytes_per_pack and timeout_seconds tune the collectives of 'multi_worker'; {name!r} "
-                "takes none of them. Leave them out."
+                "implementation, bytes_per_pack and timeout_seconds tune the collectives of 'multi_worker', and "
+                f"bytes_per_pack those of 'mirrored' on several GPUs; {name!r} ({reason}) takes "
+                f"{'nothing but bytes_per_pack' if _takes_packs(decision) else 'none of them'}. Leave them out."
             )
         reason += "; communication options unused"
+        communication = taken
     strategy = build(decision, resources, communication, wait_seconds)
     if isinstance(strategy, tf.distribute.Strategy):
         _REASONS[strategy] = reason
     return StrategyChoice(strategy, decision.name, reason)
+
+
+def _taken(communication: Communication, decision: Decision) -> Communication:
+    """Return what a strategy takes of communication options, the others as they are where nothing is asked for."""
+    if decision.name == "multi_worker":
+        return communication
+    return Communication(bytes_per_pack=communication.bytes_per_pack if _takes_packs(decision) else 0)
+
+
+def _takes_packs(decision: Decision) -> bool:
+    """Whether several GPUs of this process are to sum."""
+    num_gpus = len(of_type("GPU", decision.devices))
+    return decision.name == "mirrored" and num_gpus == len(decision.devices) > 1
 
 
 def reason_for(strategy: tf.distribute.Strategy) -> str | None:

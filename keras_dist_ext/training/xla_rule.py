@@ -11,6 +11,7 @@ from keras_dist_ext._keras.strategies import is_default_strategy
 from keras_dist_ext._keras.user_code import has_user_code
 from keras_dist_ext.aliases import SpecNest
 from keras_dist_ext.step.xla import can_compile
+from keras_dist_ext.strategy.packs import bytes_per_pack_of
 from keras_dist_ext.training.batch_devices import accelerators
 from keras_dist_ext.training.execution import RunKind
 
@@ -33,8 +34,9 @@ def uses_xla(model: keras.Model, kind: RunKind) -> bool:
 def _pays(model: keras.Model, kind: RunKind) -> bool:
     """Whether all replicas are GPUs, which XLA makes faster, and nothing is to be computed that it may not compile.
 
-    It compiles anew for each shape, draws by other formulas, and cannot add up over replicas: left out are batches of
-    changing length, what is drawn or normalized by the rows of all replicas, and code that is not Keras'.
+    It compiles anew for each shape, draws by other formulas, cannot add up over replicas, and gives all gradients at
+    once: left out are batches of changing length, what is drawn or normalized by the rows of all replicas, code that is
+    not Keras', and sums of a pack at a time, which are to begin while other gradients are computed.
     """
     strategy, runtime = model.distribute_strategy, model.replica_runtime
     if is_default_strategy(strategy) or isinstance(strategy, tf.distribute.ParameterServerStrategy):
@@ -43,6 +45,8 @@ def _pays(model: keras.Model, kind: RunKind) -> bool:
     if model.virtual_replicas is not None or len(accelerators(strategy)) < len(devices):
         return False
     if runtime.exact or runtime.batch_statistics == "global" or model.replica_seeds.draws == "global":
+        return False
+    if bytes_per_pack_of(strategy):
         return False
     return _has_one_shape(runtime.batch_spec) and _is_supported(model) and not has_user_code(model, kind)
 

@@ -16,6 +16,7 @@ from keras_dist_ext.cluster.spec import Cluster
 from keras_dist_ext.errors import ClusterError, StrategyError
 from keras_dist_ext.strategy import builders
 from keras_dist_ext.strategy.decision import NAMES, Decision, decide
+from keras_dist_ext.strategy.packs import bytes_per_pack_of
 from keras_dist_ext.strategy.pick import StrategyChoice, pick_strategy
 from keras_dist_ext.strategy.resources import Resources, find_resources, list_devices
 
@@ -498,7 +499,11 @@ def test_a_tpu_that_answers_is_connected_and_used(monkeypatch, free_port):
         ({"timeout_seconds": "5"}, "timeout_seconds must be a number of seconds > 0, or None, got '5'"),
         ({"devices": 2}, "devices is 2; give a list of names. TensorFlow has CPU:0"),
         ({"device_lister": list}, "There is nothing to train on: TensorFlow has no device"),
-        ({"implementation": "ring"}, "tune the collectives of 'multi_worker'; 'mirrored' takes none of them"),
+        (
+            {"implementation": "ring"},
+            r"'multi_worker', .* 'mirrored' \(.* CPU devices, .*\) takes none of them.",
+        ),
+        ({"bytes_per_pack": 9}, r"those of 'mirrored' on several GPUs; 'mirrored' \(.* CPU .*\) takes none of them."),
     ],
 )
 def test_arguments_that_cannot_be_had_are_refused(arguments, message):
@@ -512,6 +517,50 @@ def test_a_tpu_that_was_given_and_is_not_used_is_refused(arguments):
         StrategyError, match=r"tpu='here' was given, but 'mirrored' \(\d CPU devices, .*\) uses none. Leave it"
     ):
         pick_strategy(**arguments, tpu="here", environ={})
+
+
+GPUS = {"device_lister": lambda: ["CPU:0", "GPU:0", "GPU:1", "GPU:2"], "environ": {}}
+
+
+@pytest.fixture
+def mirrored_made(monkeypatch):
+    """Make strategies that stand for those on GPUs, which are not here; return the devices of each."""
+    made = []
+
+    class Mirrored:
+        def __init__(self, devices):
+            made.append(tuple(devices))
+
+    monkeypatch.setattr(builders, "make_mirrored", Mirrored)
+    monkeypatch.setattr(builders, "_MIRRORED", {})
+    return made
+
+
+def test_gpus_of_a_process_sum_a_pack_at_a_time_where_that_is_asked_for(mirrored_made):
+    packed = pick_strategy("mirrored", bytes_per_pack=4096, **GPUS)
+    plain = pick_strategy("mirrored", **GPUS)
+    assert [bytes_per_pack_of(choice.strategy) for choice in (packed, plain)] == [4096, 0]
+    assert pick_strategy(bytes_per_pack=4096, **GPUS).strategy is packed.strategy
+    assert pick_strategy(num_replicas=3, **GPUS).strategy is plain.strategy
+    assert mirrored_made == [("GPU:0", "GPU:1", "GPU:2")] * 2
+    assert packed.reason == "3 GPUs, asked for by name"
+
+
+@pytest.mark.parametrize("options", [{"implementation": "nccl"}, {"timeout_seconds": 5, "bytes_per_pack": 9}])
+def test_gpus_of_a_process_take_no_other_communication_options(options, mirrored_made):
+    with pytest.raises(StrategyError, match=r"'mirrored' \(3 GPUs, .*\) takes nothing but bytes_per_pack. Leave them"):
+        pick_strategy("mirrored", **options, **GPUS)
+    assert not mirrored_made
+    choice = pick_strategy(**options, **GPUS)
+    assert choice.reason == "3 GPUs, no TF_CONFIG; communication options unused"
+    assert bytes_per_pack_of(choice.strategy) == options.get("bytes_per_pack", 0)
+
+
+def test_a_gpu_alone_sums_nothing(mirrored_made):
+    choice = pick_strategy("auto", devices=["GPU:1"], bytes_per_pack=9, environ={}, device_lister=GPUS["device_lister"])
+    assert choice.reason.endswith("; communication options unused")
+    with pytest.raises(StrategyError, match="takes none of them"):
+        pick_strategy("mirrored", num_replicas=1, bytes_per_pack=9, **GPUS)
 
 
 def test_nccl_without_gpus_is_refused():
