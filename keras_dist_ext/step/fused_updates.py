@@ -93,7 +93,7 @@ _NUMBERS = ("momentum", "rho", "beta_1", "beta_2", "epsilon")  # what is compute
 def fused_updates(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """Have an optimizer that each replica runs on its own copies update dense float32 variables by fused ops.
 
-    So it is on CPUs, where a pass over memory is what an update costs, and outside of XLA, which fuses by itself.
+    So it is outside of XLA, which fuses by itself: an update costs passes over memory on CPUs, and kernels on GPUs.
 
     Args:
         optimizer: of Keras, without a LossScaleOptimizer around it.
@@ -126,12 +126,17 @@ def fused_updates(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 
 
 def _is_plain(gradient: Gradient, variables: list[tf.Variable]) -> bool:
-    """Whether a gradient is dense, and that and all variables float32, on one CPU."""
+    """Whether a gradient is dense, and that and all variables float32, on one CPU or GPU."""
     if isinstance(gradient, tf.IndexedSlices) or in_xla():
         return False
     (device, *others) = {variable.device for variable in variables}
     dtypes = {gradient.dtype, *(variable.dtype for variable in variables)}
-    return not others and tf.DeviceSpec.from_string(device).device_type == "CPU" and dtypes == {tf.float32}
+    return not others and _device_type(device) in ("CPU", "GPU") and dtypes == {tf.float32}
+
+
+def _device_type(device: str) -> str | None:
+    kind: str | None = tf.DeviceSpec.from_string(device).device_type
+    return kind
 
 
 def _scalars(optimizer: keras.optimizers.Optimizer, learning_rate: tf.Tensor) -> Mapping[str, tf.Tensor]:

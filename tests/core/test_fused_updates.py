@@ -12,80 +12,14 @@ import pytest
 import tensorflow as tf
 from cases import rotating
 from keras import optimizers
+from tensorflow.python.framework import kernels
+from update_runs import FUSED, NUM_STEPS, OPTIONS, Run, equal_to_rounding, make
 
 import keras_dist_ext as kde
 from keras_dist_ext._keras.hooks import intercept
+from keras_dist_ext.step import fused_updates as module
 from keras_dist_ext.step.fused_updates import KERAS_UPDATES, fused_updates, is_close_to_one_minus, update_for
 from keras_dist_ext.step.pass_through import LocalUpdate
-
-NUM_STEPS = 100
-FUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "SGD": (lambda **more: optimizers.SGD(**({"learning_rate": 0.01} | more)), "ResourceApplyGradientDescent"),
-    "momentum": (lambda **more: optimizers.SGD(momentum=0.9, **more), "ResourceApplyKerasMomentum"),
-    "Nesterov": (lambda **more: optimizers.SGD(momentum=0.9, nesterov=True, **more), "ResourceApplyKerasMomentum"),
-    "RMSprop": (optimizers.RMSprop, "ResourceApplyGradientDescent"),
-    "RMSprop with momentum": (lambda **more: optimizers.RMSprop(momentum=0.9, **more), "ResourceApplyRMSProp"),
-    "Adam": (optimizers.Adam, "ResourceApplyAdam"),
-    "AdamW": (optimizers.AdamW, "ResourceApplyAdam"),
-}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "weight decay": {"weight_decay": 0.01},
-    "clipnorm": {"clipnorm": 0.5},
-    "clipvalue": {"clipvalue": 0.5},
-    "global clipnorm": {"global_clipnorm": 0.5},
-    "average": {"use_ema": True, "ema_overwrite_frequency": 7},
-    "accumulation": {"gradient_accumulation_steps": 4},
-    "loss scale": {},
-    "schedule": {},
-}
-
-
-def make(name: str, option: str) -> Any:
-    more = dict(OPTIONS[option])
-    if option == "schedule":
-        more["learning_rate"] = optimizers.schedules.ExponentialDecay(0.01, 10, 0.9)
-    optimizer = FUSED[name][0](**more)
-    return optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=30) if option == "loss scale" else optimizer
-
-
-def equal_to_rounding(ours: Any, theirs: Any) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        one, other = np.asarray(one), np.asarray(other)
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6 * float(np.abs(other).max()))
-
-
-class Run:
-    """Variables, and an optimizer that is given gradients of its own."""
-
-    def __init__(self, optimizer: Any) -> None:
-        random = np.random.default_rng(3)
-        self.variables = [keras.Variable(random.normal(size=size).astype("float32")) for size in ((7, 5), (5,), (9, 4))]
-        self.optimizer = optimizer
-        self.gradients = [random.normal(size=(NUM_STEPS, *v.shape)).astype("float32") for v in self.variables]
-        optimizer.build(self.variables)
-        self.kinds: set[str] = set()
-
-    def steps(self, begin: int, end: int, *, is_fused: bool) -> None:
-        @tf.function(autograph=False)
-        def step(gradients: Any) -> None:
-            sparse = tf.IndexedSlices(gradients[-1][:2], tf.constant([4, 1]), tf.constant([9, 4]))
-            given = [*gradients[:-1], sparse]
-            if not is_fused:
-                self.optimizer.apply(given, self.variables)
-                return
-            inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
-            with intercept(LocalUpdate()), fused_updates(inner):
-                self.optimizer.apply(given, self.variables)
-
-        for i in range(begin, end):
-            step([tf.constant(g[i]) for g in self.gradients])
-        graph = step.get_concrete_function([tf.TensorSpec(v.shape) for v in self.variables]).graph.as_graph_def()
-        bodies = [graph.node, *(f.node_def for f in graph.library.function)]
-        self.kinds |= {node.op for body in bodies for node in body}
-
-    def state(self) -> list[Any]:
-        return [v.numpy() for v in [*self.variables, *self.optimizer.variables]]
 
 
 @pytest.mark.parametrize(
@@ -223,3 +157,24 @@ def test_one_device_updates_as_keras_does_to_the_bit() -> None:
     ours, *_ = trained(kde, optimizers.Adam)
     for one, other in zip(state(ours), state(theirs), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("op", sorted({op for _, op in FUSED.values()}))
+def test_the_fused_ops_have_kernels_for_gpus(op: str) -> None:
+    """Known without one: TensorFlow registers all that it was built with; Keras' own updates run where these do."""
+    registered = kernels.get_registered_kernels_for_op(op).kernel
+    devices = {
+        kernel.device_type
+        for kernel in registered
+        if any(tf.float32.as_datatype_enum in one.allowed_values.list.type for one in kernel.constraint)
+    }
+    assert {"CPU", "GPU"} <= devices or not tf.test.is_built_with_cuda()
+
+
+def test_updates_are_fused_on_gpus_too_and_on_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ops_on(kind: str) -> list[str]:
+        monkeypatch.setattr(module, "_device_type", lambda device: kind)
+        return ops_of_updates(optimizers.Adam(), keras.Variable(np.ones(4), dtype="float32"), tf.ones([4]))
+
+    assert ops_on("GPU") == ops_on("CPU") == ["ResourceApplyGradientDescent", "ResourceApplyAdam"]
+    assert ops_on("TPU") == []

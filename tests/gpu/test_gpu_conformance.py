@@ -60,7 +60,7 @@ def one_device(row: Row) -> Outcome:
 @pytest.mark.parametrize(("row", "kind"), cases())
 def test_replicas_give_what_one_gpu_gives(row: Row, kind: str) -> None:
     expected = one_device(row)
-    with gpu_runs.xla_of(row):
+    with gpu_runs.xla_of(row), gpu_runs.sends_of(row):
         found = run(row, kde, gpus.strategy(KINDS[kind]))
     assert differences(expected, found, row.tolerance) == []
 

@@ -18,10 +18,13 @@ import tensorflow as tf
 from conformance.run import differences
 from gpu_runs import WORDS, X, Y, copies_differ, embedding
 from keras import layers
+from update_runs import FUSED, NUM_STEPS, Run, equal_to_rounding, make
 
 import keras_dist_ext as kde
 from keras_dist_ext.examples import gan, linear_no_keras, sequences
-from keras_dist_ext.training import distributed_step
+from keras_dist_ext.step.reduce import shares_memory
+from keras_dist_ext.strategy.packs import note_bytes_per_pack
+from keras_dist_ext.training import batch_devices, distributed_step
 
 Strategy = tf.distribute.Strategy
 TAKES_LONG = pytest.mark.timeout(90 if gpus.KIND == "GPU" else 300, method="thread")
@@ -94,6 +97,64 @@ def test_replicas_with_a_card_each_are_summed_by_nccl(replicas: Strategy) -> Non
     options = replicas.extended._communication_options  # private: it is told nowhere else
     is_by_nccl = gpus.KIND == "GPU" and gpus.plan().sums_by_nccl(replicas.num_replicas_in_sync)
     assert options.implementation.name == ("NCCL" if is_by_nccl else "RING")
+
+
+def test_gradients_summed_a_pack_at_a_time_are_those_of_one_gpu(replicas: Strategy) -> None:
+    expected = trained(gpus.strategy(1))
+    note_bytes_per_pack(replicas, 100)
+    try:
+        model = trained(replicas)
+    finally:
+        note_bytes_per_pack(replicas, 0)
+    sums = [
+        op
+        for graph in model.train_function.program.graphs()
+        for op in graph.get_operations()
+        if op.type == "CollectiveReduceV2"
+    ]
+    assert len(sums) > replicas.num_replicas_in_sync or shares_memory(replicas)
+    assert_same_weights(model, expected)
+    assert copies_differ(model) == []
+
+
+@pytest.mark.parametrize("option", ["plain", "weight decay", "average", "loss scale"])
+@pytest.mark.parametrize("name", FUSED)
+def test_a_hundred_updates_by_fused_ops_are_those_of_keras_on_a_gpu(name: str, option: str) -> None:
+    with tf.device(gpus.names(1)[0]):
+        ours, theirs = Run(make(name, option)), Run(make(name, option))
+        ours.steps(0, NUM_STEPS, is_fused=True)
+        theirs.steps(0, NUM_STEPS, is_fused=False)
+    assert FUSED[name][1] in ours.kinds
+    equal_to_rounding(ours.state(), theirs.state())
+
+
+# Batches
+
+
+@pytest.mark.parametrize("length", ["known", "unknown"])
+def test_each_gpu_is_sent_its_rows_ahead_and_trains_as_one_gpu(
+    length: str, replicas: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_devices, "LEAST_BYTES", 0)
+    dealt, split_of = [], distributed_step.split_of
+
+    def noted(batch: Any, **given: Any) -> Any:
+        dealt.append(isinstance(batch, distributed_step.Dealt))
+        return split_of(batch, **given)
+
+    monkeypatch.setattr(distributed_step, "split_of", noted)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
+    if length == "unknown":
+        data = data.filter(lambda *_: True)
+    results = []
+    for strategy in (gpus.strategy(1), replicas):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = dense()
+        history = model.fit(data, epochs=3, verbose=0).history["loss"]
+        results.append([np.array(history), *model.get_weights(), np.array(model.evaluate(data, verbose=0))])
+    assert differences(*results, 1e-5) == []
+    assert any(dealt) == (gpus.KIND == "GPU")
 
 
 # Replicas without rows
