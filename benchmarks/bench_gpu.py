@@ -10,6 +10,10 @@ Contestants, on the same batch again and again:
   Keras dies with several steps an execution under a strategy).
 * ours, watched: `kde.Model.fit` as it comes, and with a `ReplicaMonitor`, which may take 3% or 30 us a step more.
 * no xla: ours with `jit_compile=False`, where it would choose XLA under a strategy.
+* packs: ours without XLA, under `pick_strategy(bytes_per_pack=2**18)`, where gradients are summed while others are
+  still computed.
+* late, keras update: ours with batches that are split and sent in their step, and with updates as Keras wrote them,
+  instead of one step ahead, and by fused ops.
 * loop: a `tf.function` compiled by XLA that is called once a step, with batches that are on the device already; no
   metrics, no callbacks, no logs. On one device alone.
 
@@ -54,6 +58,9 @@ GOALS = {
     "ours / stock": {"tiny x1": 0.5, "cnn256 x1": 0.5, "": 1.0},
     "watched / ours": {"": 1.03},
     "ours / loop": {"": 1.25},
+    "ours / late": {"": 1.0},
+    "ours / keras update": {"": 1.0},
+    "packs / no xla": {"": 1.0},
 }
 
 
@@ -101,7 +108,7 @@ ROWS = {
     "lstm256 x1": ("stock", "ours", "watched"),  # XLA cannot compile cuDNN's LSTM
     "resnet50 x1": ("stock", "ours", "watched"),
     "tiny x2": ("stock", "ours", "watched", "no xla"),
-    "cnn256 x2": ("stock", "ours", "watched", "no xla"),
+    "cnn256 x2": ("stock", "ours", "watched", "no xla", "packs", "late", "keras update"),
     "lstm256 x2": ("stock", "ours", "watched"),
 }
 
@@ -225,13 +232,16 @@ def serve(row: str, contestant: str, seconds: float, device: str) -> None:
     os.dup2(2, 1)  # what others print goes elsewhere
     name, _, replicas = row.partition(" x")
     num_replicas, case = int(replicas), CASES[name]
-    strategy = start(device, num_replicas)
-    build: dict[str, Callable[[], Callable[[], float]]] = {
+    strategy = start(device, num_replicas, bytes_per_pack=2**18 if contestant == "packs" else 0)
+    build: dict[str, Callable[[], Sample]] = {
         "stock": lambda: by_fit(case, strategy, "keras", seconds),
         "stock 30": lambda: by_fit(case, strategy, "keras", seconds, steps_per_execution=30),
         "ours": lambda: by_fit(case, strategy, "ours", seconds),
         "watched": lambda: by_fit(case, strategy, "ours", seconds, is_watched=True),
         "no xla": lambda: by_fit(case, strategy, "ours", seconds, jit_compile=False),
+        "packs": lambda: by_fit(case, strategy, "ours", seconds, jit_compile=False),
+        "late": lambda: late(lambda: by_fit(case, strategy, "ours", seconds)),
+        "keras update": lambda: with_keras_updates(lambda: by_fit(case, strategy, "ours", seconds)),
         "loop": lambda: by_hand(case, seconds),
     }
     sys.stdin.readline()
@@ -241,7 +251,26 @@ def serve(row: str, contestant: str, seconds: float, device: str) -> None:
         answers.write(f"{sample()}\n")
 
 
-def start(device: str, num_replicas: int) -> Any:
+Sample = Callable[[], float]
+
+
+def late(build: Callable[[], Sample]) -> Sample:
+    """Build a contestant that gets its batches in their step."""
+    from keras_dist_ext.training import batch_devices
+
+    batch_devices.LEAST_BYTES = 2**62
+    return build()
+
+
+def with_keras_updates(build: Callable[[], Sample]) -> Sample:
+    """Build a contestant whose optimizer updates as Keras wrote it."""
+    from keras_dist_ext.step import fused_updates
+
+    fused_updates.KERAS_UPDATES.clear()
+    return build()
+
+
+def start(device: str, num_replicas: int, bytes_per_pack: int = 0) -> Any:
     """Start TensorFlow with so many devices, virtual ones where there is one card, and return the strategy."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # the contestants share the card
@@ -257,12 +286,17 @@ def start(device: str, num_replicas: int) -> Any:
         tf.config.set_logical_device_configuration(cards[0], virtual)
     if num_replicas == 1:
         return tf.distribute.get_strategy()
-    return tf.distribute.MirroredStrategy([f"{device}:{index}" for index in range(num_replicas)])
+    devices = [f"{device}:{index}" for index in range(num_replicas)]
+    if bytes_per_pack and device == "GPU":
+        import keras_dist_ext as kde
+
+        return kde.pick_strategy("mirrored", devices=devices, bytes_per_pack=bytes_per_pack, environ={}).strategy
+    return tf.distribute.MirroredStrategy(devices)
 
 
 def by_fit(
     case: Case, strategy: Any, library: str, seconds: float, *, is_watched: bool = False, **compiled: Any
-) -> Callable[[], float]:
+) -> Sample:
     """Return `fit` of a model; it says its seconds a step."""
     import keras
 
@@ -284,7 +318,7 @@ def by_fit(
     return sized(train, seconds / (NUM_EPOCHS - 1))
 
 
-def by_hand(case: Case, seconds: float) -> Callable[[], float]:
+def by_hand(case: Case, seconds: float) -> Sample:
     """Return a loop over a compiled step, with batches that are on the device before they are needed."""
     import keras
     import tensorflow as tf
@@ -316,7 +350,7 @@ def by_hand(case: Case, seconds: float) -> Callable[[], float]:
     return sized(train, seconds)
 
 
-def sized(train: Train, seconds: float) -> Callable[[], float]:
+def sized(train: Train, seconds: float) -> Sample:
     """Compile, and let a sample be as many steps as take so long."""
     train(30)
     num_steps = max(30, round(seconds / train(60) / 30) * 30)
