@@ -13,7 +13,7 @@ import pytest
 
 __all__ = ["TURNS", "handful", "head", "is_its_turn", "rotating"]
 
-TURNS = 32
+TURNS = 40
 """A case that rotates runs at one of so many commits."""
 
 
