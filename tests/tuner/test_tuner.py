@@ -128,6 +128,7 @@ def test_every_tuner_searches_under_a_strategy_and_returns_its_best_model(
     assert f"distribution_strategy: {strategy}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_models_of_a_search_live_under_their_strategy_with_equal_scores(tmp_path: pathlib.Path) -> None:
     seen: list[tuple[str, int]] = []
 
