@@ -26,6 +26,12 @@ _SUMS = {"Add", "AddN", "AddV2", "ConcatV2", "Maximum", "Minimum", "Pack", "Sele
 _SPREAD = {"MirrorPad", "Pad", "PadV2", "Split", "SplitV", "Tile"}
 _REDUCTIONS = {"Max", "Mean", "Min", "Sum"}
 _PRODUCTS = {"Mul", "MulNoNan"}
+_MATRIX_PRODUCTS = {"BatchMatMulV2", "Einsum", "MatMul"}
+_BILINEAR = _MATRIX_PRODUCTS | {"Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2dNative"}
+_LINEAR = {
+    "AvgPool", "AvgPool3D", "BroadcastTo", "Cumsum", "DepthToSpace", "GatherNd", "MatrixDiagPartV3", "MaxPool",
+    "MaxPool3D", "ResizeBilinear", "ResizeNearestNeighbor", "ReverseV2", "Roll", "SpaceToDepth", "TopKV2",
+}  # fmt: skip
 _QUOTIENTS = {"Div", "DivNoNan", "FloorDiv", "RealDiv"}
 _POWERS = {
     name: Fraction(power)
@@ -134,10 +140,12 @@ class _Reader:
             return self._product(op)
         if op.type == "MatMul" and _sums_unknown_dimension(op):
             return None  # of unknown size is what is summed over and what is left: one of them are the rows
+        if op.type in _BILINEAR:
+            return self._product(op)
         given = op.inputs[1 if op.type == "Split" else 0] if op.inputs else None
         if op.type in _SAME and self.exponent(given) is None:
             return None
-        if op.type in _SAME | _PARTS | _SPREAD | _REDUCTIONS and _has_rows(given):
+        if op.type in _SAME | _PARTS | _SPREAD | _REDUCTIONS | _LINEAR and _has_rows(given):
             return self.exponent(given)
         if op.type in _POWERS and _has_rows(given):
             inner = self.exponent(given)
@@ -178,7 +186,7 @@ class _Reader:
             return inner if inner is None else inner * _POWERS[op.type]
         if op.type == "L2Loss":
             return Fraction(int(_has_rows(inputs[0])))
-        if op.type in ("MatMul", "BatchMatMulV2", "Einsum"):
+        if op.type in _MATRIX_PRODUCTS:
             contracted = any(None in i.shape.as_list() for i in inputs if i.shape.rank is not None)
             exponents = [self.exponent(i) for i in inputs]
             known = [exponent for exponent in exponents if exponent is not None]
@@ -190,7 +198,7 @@ class _Reader:
         one, other = (self.exponent(i) for i in op.inputs)
         if one is None or other is None:
             return None
-        return one + other if op.type in _PRODUCTS else one - other
+        return one - other if op.type in _QUOTIENTS else one + other
 
     def _entries(self, value: tf.Tensor) -> list[Fraction] | None:
         """The exponents of the entries of a shape, or of one of them; None if the value is neither."""

@@ -89,6 +89,15 @@ SHARE_A_FACTOR = {
     "means over features": lambda x: tf.reduce_mean(x, axis=1),
     "maxima over features": lambda x: tf.reduce_max(x, axis=1),
     "sums and differences": lambda x: x + 3.0 * x - x[:, :1],
+    "a product with weights": lambda x: tf.matmul(x, KERNEL),
+    "a product by einsum": lambda x: tf.einsum("ni,io->no", x, KERNEL),
+    "a product by tensordot": lambda x: tf.tensordot(x, KERNEL, 1),
+    "products of their own": lambda x: tf.matmul(x[:, None, :], tf.ones_like(x)[:, :, None]),
+    "a convolution": lambda x: tf.nn.conv1d(x[:, :, None], KERNEL[:2, None, :], 1, "SAME"),
+    "pooled features": lambda x: tf.nn.max_pool1d(x[:, :, None], 2, 2, "VALID"),
+    "running sums over features": lambda x: tf.cumsum(x, axis=1),
+    "features in another order": lambda x: tf.reverse(tf.roll(x, 1, 1), [1]),
+    "the highest features": lambda x: tf.math.top_k(x, 2).values,
 }
 MEANS |= {
     f"a sum of {name}, of rows divided by their number": lambda x, of=of: tf.reduce_sum(of(x / num_rows(x)))
@@ -130,6 +139,7 @@ OTHERS = {
         -1,
         lambda x: ops.sum(tf.math.squared_difference(x / num_rows(x), 2 * x / num_rows(x))),
     ),
+    "products of such": (-1, lambda x: ops.sum(tf.einsum("ni,ni->n", x / num_rows(x), x / num_rows(x)))),
     "roots of such": (HALF, lambda x: ops.sum(ops.sqrt(ops.abs(x) / num_rows(x)))),
 }
 CASES = {
