@@ -155,6 +155,9 @@ def sum_terms(
         values = replicas.sum(values) if values else []
         may_update = None if update.guard is None else update.guard.may_update(values[-1])
         return _accumulate(replicas, optimizer, gradients, update.trained, may_update), values
+    for gradient, variable in zip(gradients, update.trained, strict=True):
+        if not isinstance(gradient, tf.IndexedSlices):
+            gradient.set_shape(variable.shape)  # it may be lost, and TensorFlow packs nothing of unknown size
     summed = replicas.sum(values + gradients)
     return summed[len(values) :], summed[: len(values)]
 

@@ -87,6 +87,37 @@ def test_gradients_are_summed_from_the_last_and_what_rides_along_comes_in_the_la
     assert all(one == GRADIENTS + rest for one in of_steps)
 
 
+class Forgets(layers.Layer):
+    """Its kernel's gradient does not know its shape, as it may come out of a loop or a function of the user's."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], 16))
+
+    def call(self, inputs: Any) -> Any:
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def product(x: Any, kernel: Any) -> Any:
+            def gradient(upstream: Any) -> Any:
+                of_kernel = tf.matmul(x, upstream, transpose_a=True)
+                unknown = tf.raw_ops.PlaceholderWithDefault(input=of_kernel, shape=[None, None])
+                return tf.matmul(upstream, kernel, transpose_b=True), unknown
+
+            return tf.matmul(x, kernel), gradient
+
+        return product(inputs, tf.convert_to_tensor(self.kernel))
+
+
+@pytest.mark.rotating
+def test_gradients_that_do_not_know_their_shape_are_packed_too(
+    packed: tf.distribute.Strategy, packs: list[Packs], strategies: Strategies
+) -> None:
+    expected = trained(keras, strategies.get("default"), layer=Forgets)
+    for ours, theirs in zip(trained(kde, packed, layer=Forgets), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    of_steps = [one for one in packs if any((12, 16) in pack for pack in one)]
+    assert of_steps
+    assert all(one == [[(3,), (16, 3)], [(16, 16)], [(16,), (12, 16)]] for one in of_steps)
+
+
 @pytest.mark.rotating
 def test_without_it_there_is_one_sum(packs: list[Packs], strategies: Strategies) -> None:
     trained(kde, strategies.get("mirrored2"))
