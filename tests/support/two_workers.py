@@ -86,9 +86,13 @@ class TwoWorkers:
 def _run(works: Sequence[Work], folder: str) -> None:
     """Run all in this worker; leave what each returned, or its traceback, in a file."""
     import keras
+    import tensorflow as tf
 
     from keras_dist_ext.strategy.pick import pick_strategy
 
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    devices = [tf.config.LogicalDeviceConfiguration()] * 2  # the first is the replica's
+    tf.config.set_logical_device_configuration(cpu, devices)
     strategy = pick_strategy("multi_worker").strategy
     worker = strategy.cluster_resolver.task_id
     for index, (function, args) in enumerate(works):
