@@ -144,9 +144,11 @@ class BatchesAhead:
 
     Attributes:
         shapes: of the loop variables that it needs.
+        replicas: the devices of replicas that share a batch, of which none may be a step ahead of another.
     """
 
     shapes: Sequence[tf.TensorShape] = ()
+    replicas: Sequence[str] = ()
 
     def first(self, pull: Callable[[], StepData]) -> list[tf.Tensor]:
         """Return the loop variables for the first step, its ``carried``."""
@@ -174,6 +176,7 @@ class _SentAhead(BatchesAhead):
         self._specs = [leaf for leaf in tf.nest.flatten(spec) if isinstance(leaf, tf.TensorSpec)]
         self._data = data
         self._targets = targets
+        self.replicas = targets.devices if targets.num_replicas > 1 else ()
         known = [leaf.shape[0] for leaf in self._specs if leaf.shape.rank and leaf.shape[0] is not None]
         self._num_rows = known[0] if known else None
         self.shapes = [_of_part(leaf.shape, *part) for part in self._parts() for leaf in self._specs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
@@ -65,7 +66,7 @@ class StepLoops:
         """Run one step on a batch that was read ahead; return the next one, and whether there is one, too."""
         with _then() as then:
             extra, record = self._single(self._devices.beside_data(optional).get_value, is_ahead=True)
-        with then():
+        with then.made():
             following = self._devices.beside_data(iterator.get_next_as_optional())
         has_more = following.has_value()
         if record is not None:
@@ -89,12 +90,14 @@ class StepLoops:
         num_carried = len(ahead.shapes)
 
         def body(i: tf.Tensor, *others: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            extra = self._recorded(
-                lambda: ahead.batch(others, iterator.get_next),
-                is_ahead=bool(num_carried),
-                is_timed=self._is_timed(i, num_steps),
-            )
-            following = ahead.following(lambda: i + 1 < num_steps, iterator.get_next)
+            with _then() as then:
+                extra = self._recorded(
+                    lambda: ahead.batch(others, iterator.get_next),
+                    is_ahead=bool(num_carried),
+                    is_timed=self._is_timed(i, num_steps),
+                )
+            with then.launched(ahead.replicas, i):
+                following = ahead.following(lambda: i + 1 < num_steps, iterator.get_next)
             self._devices.end_trace()
             return (i + 1, *following, *extra)
 
@@ -125,7 +128,7 @@ class StepLoops:
                 extra = self._recorded(
                     lambda: ahead.batch(others, pull), is_ahead=True, is_timed=self._is_timed(i, num_steps)
                 )
-            with contextlib.nullcontext() if num_carried else then():
+            with then.launched(ahead.replicas, i) if num_carried else then.made():
                 following = devices.beside_data(iterator.get_next_as_optional())
             sent = ahead.following(
                 lambda: has_more(i + 1, following), lambda: devices.beside_data(following).get_value()
@@ -230,14 +233,56 @@ class StepLoops:
 
 
 @contextlib.contextmanager
-def _then() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Trace a step in it; what is traced in the context that it gives is done once the step has assigned all it does.
+def _then() -> Iterator[_Then]:
+    """Trace a step in it; what it gives has contexts for what is to be done afterwards.
 
     Reading the next batch may fail, which ends at once whatever is under way.
     """
     graph = tf.compat.v1.get_default_graph()
-    since = len(graph.get_operations())
-    yield lambda: tf.control_dependencies(assigning(graph, since))
+    yield _Then(graph, len(graph.get_operations()))
+
+
+class _Then:
+    """Contexts in which ops wait for a step that was traced, so that it is whole, or not begun, if they fail."""
+
+    def __init__(self, graph: tf.Graph, since: int) -> None:
+        self._graph = graph
+        self._since = since
+
+    def made(self) -> contextlib.AbstractContextManager[None]:
+        """Until it has assigned all it does."""
+        return _after(*assigning(self._graph, self._since))
+
+    def launched(self, devices: Sequence[str], number: tf.Tensor) -> contextlib.AbstractContextManager[None]:
+        """Until GPUs were given all that it assigns, which they then do. Without devices, nothing waits.
+
+        The host learns it from an int32 that is placed on each GPU: TensorFlow has these on the host, so that no GPU is
+        stopped, as it would be by an op of the host that comes after one of its own. An op with effects takes them:
+        graphs are optimized so that of others the edges alone are left.
+
+        Args:
+            devices: GPUs, and
+            number: any int32 of at least 0 that is not known while tracing.
+        """
+        signals, assigned = [], assigning(self._graph, self._since)
+        for device in devices:
+            with tf.device(device), tf.control_dependencies([op for op in assigned if _may_be_on(op, device)]):
+                signals.append(tf.ensure_shape(number, []))
+        if not signals:
+            return contextlib.nullcontext()
+        with tf.device("/device:CPU:0"):
+            taken = tf.raw_ops.Assert(condition=functools.reduce(tf.maximum, signals) >= 0, data=[number])
+        return _after(taken)
+
+
+def _after(*ops: tf.Operation) -> contextlib.AbstractContextManager[None]:
+    waiting: contextlib.AbstractContextManager[None] = tf.control_dependencies(ops)
+    return waiting
+
+
+def _may_be_on(op: tf.Operation, device: str) -> bool:
+    """Whether an op was placed on a device of this process, or nowhere yet."""
+    return op.device.rpartition("/")[2] in ("", device.rpartition("/")[2])
 
 
 class EagerLoops(StepLoops):

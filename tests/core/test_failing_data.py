@@ -11,6 +11,8 @@ from cases import rotating
 
 import keras_dist_ext as kde
 from keras_dist_ext._keras.variables import components
+from keras_dist_ext.strategy.pick import pick_strategy
+from keras_dist_ext.training import batch_devices
 
 ROWS, WHOLE = 9, 4  # of a batch; batches before the one that fails
 X = np.random.default_rng(0).normal(size=(10 * ROWS, 6)).astype("float32")
@@ -91,6 +93,28 @@ def left(library: Any, strategy: Any, data: Callable[[Any], Any], times: int = 1
 def test_training_has_made_all_steps_before_what_fails_and_nothing_of_the_next(mirrored, data, steps_per_execution):
     ((_, *expected),) = left(keras, None, data)
     for iterations, *found in left(kde, mirrored, data, 5, steps_per_execution=steps_per_execution):
+        assert iterations == [WHOLE, WHOLE]
+        for (one,), copies in zip(expected, found, strict=True):
+            np.testing.assert_array_equal(copies[0], copies[1])
+            np.testing.assert_allclose(copies[0], one, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("data", "steps_per_execution"),
+    rotating(
+        [(data, steps) for data in (of_unknown_length, pipeline, Files) for steps in ("auto", 3)], [(pipeline, 3)]
+    ),
+)
+def test_where_each_gpu_is_sent_its_rows_ahead_a_step_is_whole_on_all(
+    data: Callable[[Any], Any], steps_per_execution: Any, strategies: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPU:1 and CPU:2 are taken for GPUs."""
+    strategies.get("one_device")
+    monkeypatch.setattr(batch_devices, "_is_gpu", lambda device: device.endswith(("CPU:1", "CPU:2")))
+    monkeypatch.setattr(batch_devices, "LEAST_BYTES", 0)
+    two_gpus = pick_strategy("mirrored", devices=["CPU:1", "CPU:2"], environ={}).strategy
+    ((_, *expected),) = left(keras, None, data)
+    for iterations, *found in left(kde, two_gpus, data, 5, steps_per_execution=steps_per_execution):
         assert iterations == [WHOLE, WHOLE]
         for (one,), copies in zip(expected, found, strict=True):
             np.testing.assert_array_equal(copies[0], copies[1])
