@@ -86,6 +86,22 @@ class BatchDevices:
         with tf.device(self._data):
             return tf.nest.map_structure(tf.identity, optional, expand_composites=True)
 
+    def read_if(self, is_wanted: Callable[[], tf.Tensor], iterator: tf.data.Iterator) -> tf.experimental.Optional:
+        """Return the next batch, or none if it is not wanted, and then do not read it."""
+
+        def read() -> tf.experimental.Optional:
+            optional = self.beside_data(iterator.get_next_as_optional())
+            return_in_place()
+            return optional
+
+        def nothing() -> tf.experimental.Optional:
+            optional = self.beside_data(tf.experimental.Optional.empty(iterator.element_spec))
+            return_in_place()
+            return optional
+
+        with tf.device(self._data):
+            return self.beside_data(tf.cond(is_wanted(), read, nothing))
+
     def both(self, first: tf.Tensor, second: tf.Tensor) -> tf.Tensor:
         """Return whether both are true, computed on the host, which reads it without waiting for a GPU."""
         with contextlib.nullcontext() if self._data is None else tf.device("/device:CPU:0"):
@@ -144,10 +160,12 @@ class BatchesAhead:
 
     Attributes:
         shapes: of the loop variables that it needs.
+        read_shapes: of those for the next batch, where it is read before it is sent.
         replicas: the devices of replicas that share a batch, of which none may be a step ahead of another.
     """
 
     shapes: Sequence[tf.TensorShape] = ()
+    read_shapes: Sequence[tf.TensorShape] = ()
     replicas: Sequence[str] = ()
 
     def first(self, pull: Callable[[], StepData]) -> list[tf.Tensor]:
@@ -156,6 +174,14 @@ class BatchesAhead:
 
     def following(self, is_wanted: Callable[[], tf.Tensor], pull: Callable[[], StepData]) -> list[tf.Tensor]:
         """Return the loop variables for the next step, if there is one."""
+        return []
+
+    def read(self, is_wanted: Callable[[], tf.Tensor], pull: Callable[[], StepData]) -> list[tf.Tensor]:
+        """Return the loop variables for a batch that is not sent yet, if it is wanted."""
+        return []
+
+    def sent(self, read: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Send a batch that was read."""
         return []
 
     def batch(self, carried: Sequence[tf.Tensor], pull: Callable[[], StepData]) -> StepData | Dealt:
@@ -169,6 +195,9 @@ class _SentAhead(BatchesAhead):
     Their tensors are loop variables, of each replica those of its rows. Integers and strings stay on the host:
     TensorFlow keeps int32 there, and ops on strings may have no kernel for a GPU. A missing leaf, which Keras writes as
     an optional, is None.
+
+    Where replicas share a batch, one more is read ahead, and sent while they compute: it can be read only when they
+    were given a whole step, which is after their sums, and that may be late for sending it.
     """
 
     def __init__(self, spec: SpecNest, data: str, targets: BatchTargets) -> None:
@@ -176,7 +205,9 @@ class _SentAhead(BatchesAhead):
         self._specs = [leaf for leaf in tf.nest.flatten(spec) if isinstance(leaf, tf.TensorSpec)]
         self._data = data
         self._targets = targets
-        self.replicas = targets.devices if targets.num_replicas > 1 else ()
+        if targets.num_replicas > 1:
+            self.replicas = targets.devices
+            self.read_shapes = [leaf.shape for leaf in self._specs]
         known = [leaf.shape[0] for leaf in self._specs if leaf.shape.rank and leaf.shape[0] is not None]
         self._num_rows = known[0] if known else None
         self.shapes = [_of_part(leaf.shape, *part) for part in self._parts() for leaf in self._specs]
@@ -184,9 +215,12 @@ class _SentAhead(BatchesAhead):
             self.shapes.append(tf.TensorShape([]))
 
     def first(self, pull: Callable[[], StepData]) -> list[tf.Tensor]:
-        return self._sent(self._leaves(pull()))
+        return self.sent(self._leaves(pull()))
 
     def following(self, is_wanted: Callable[[], tf.Tensor], pull: Callable[[], StepData]) -> list[tf.Tensor]:
+        return self.sent(self.read(is_wanted, pull))
+
+    def read(self, is_wanted: Callable[[], tf.Tensor], pull: Callable[[], StepData]) -> list[tf.Tensor]:
         def pulled() -> list[tf.Tensor]:
             return self._kept(self._leaves(pull()))
 
@@ -195,7 +229,7 @@ class _SentAhead(BatchesAhead):
 
         with tf.device(self._data):
             leaves = tf.cond(is_wanted(), pulled, nothing)
-        return self._sent(leaves)
+            return [tf.identity(leaf) for leaf in leaves]
 
     def batch(self, carried: Sequence[tf.Tensor], pull: Callable[[], StepData]) -> StepData | Dealt:
         leaves = iter(carried)
@@ -217,7 +251,7 @@ class _SentAhead(BatchesAhead):
 
     def _shaped(self, leaves: Iterable[tf.Tensor], *part: int) -> Iterable[tf.Tensor]:
         for spec, leaf in zip(self._specs, leaves, strict=False):  # the shorter one first: it takes no leaf too many
-            leaf.set_shape(_of_part(spec.shape, *part))
+            leaf.set_shape(_of_part(spec.shape, *part) if part else spec.shape)
             yield leaf
 
     def _in_order(self, leaves: Iterable[tf.Tensor]) -> StepData:
@@ -242,9 +276,9 @@ class _SentAhead(BatchesAhead):
         return_in_place()
         return kept
 
-    def _sent(self, leaves: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def sent(self, read: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         with tf.device(self._data):
-            batch = self._in_order(leaves)
+            batch = self._in_order(self._shaped(read))
             parts = [self._leaves(replica_rows(batch, *part)) for part in self._parts()]
             num_global = num_rows(batch)
         sent = []

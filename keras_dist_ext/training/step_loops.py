@@ -87,28 +87,35 @@ class StepLoops:
         """Run so many steps on the batches of an iterator."""
         self._step.loops = True
         ahead = self._devices.sent_ahead(iterator.element_spec)
-        num_carried = len(ahead.shapes)
+        num_sent, num_read = len(ahead.shapes), len(ahead.read_shapes)
 
         def body(i: tf.Tensor, *others: tf.Tensor) -> tuple[tf.Tensor, ...]:
             with _then() as then:
                 extra = self._recorded(
-                    lambda: ahead.batch(others, iterator.get_next),
-                    is_ahead=bool(num_carried),
+                    lambda: ahead.batch(others[:num_sent], iterator.get_next),
+                    is_ahead=bool(num_sent),
                     is_timed=self._is_timed(i, num_steps),
                 )
-            with then.launched(ahead.replicas, i):
+            if num_read:
+                following = ahead.sent(others[num_sent : num_sent + num_read])
+                with then.launched(ahead.replicas, i):
+                    following += ahead.read(lambda: i + 2 < num_steps, iterator.get_next)
+            else:
                 following = ahead.following(lambda: i + 1 < num_steps, iterator.get_next)
             self._devices.end_trace()
             return (i + 1, *following, *extra)
 
         self._step.expect_logs(iterator.get_next)
+        first = ahead.first(iterator.get_next)
+        if num_read:
+            first += ahead.read(lambda: num_steps > 1, iterator.get_next)
         _, *others = self._loop(
             lambda i, *_: i < num_steps,
             body,
-            (tf.constant(0), *ahead.first(iterator.get_next)),
-            (tf.TensorShape([]), *ahead.shapes),
+            (tf.constant(0), *first),
+            (tf.TensorShape([]), *ahead.shapes, *ahead.read_shapes),
         )
-        return self._step.logs(others[num_carried:])
+        return self._step.logs(others[num_sent + num_read :])
 
     def on_optional(
         self, iterator: tf.data.Iterator, optional: tf.experimental.Optional, num_steps: tf.Tensor
@@ -117,35 +124,43 @@ class StepLoops:
         self._step.loops = True
         devices = self._devices
         ahead = devices.sent_ahead(iterator.element_spec)
-        num_carried = len(ahead.shapes)
+        num_sent, num_optionals = len(ahead.shapes), 2 if ahead.replicas else 1
 
         def has_more(i: tf.Tensor, optional: tf.experimental.Optional) -> tf.Tensor:
             return devices.both(i < num_steps, devices.beside_data(optional).has_value())
 
-        def body(i: tf.Tensor, optional: tf.experimental.Optional, *others: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        def body(i: tf.Tensor, optional: tf.experimental.Optional, *others: TensorNest) -> tuple[TensorNest, ...]:
+            upcoming, others = others[: num_optionals - 1], others[num_optionals - 1 :]
             pull = devices.beside_data(optional).get_value
             with _then() as then:
                 extra = self._recorded(
-                    lambda: ahead.batch(others, pull), is_ahead=True, is_timed=self._is_timed(i, num_steps)
+                    lambda: ahead.batch(others[:num_sent], pull), is_ahead=True, is_timed=self._is_timed(i, num_steps)
                 )
-            with then.launched(ahead.replicas, i) if num_carried else then.made():
-                following = devices.beside_data(iterator.get_next_as_optional())
+            if upcoming:
+                following = devices.beside_data(upcoming[0])
+                with then.launched(ahead.replicas, i):
+                    optionals = [following, devices.read_if(lambda: has_more(i + 1, following), iterator)]
+            else:
+                with contextlib.nullcontext() if num_sent else then.made():
+                    following = devices.beside_data(iterator.get_next_as_optional())
+                optionals = [following]
             sent = ahead.following(
                 lambda: has_more(i + 1, following), lambda: devices.beside_data(following).get_value()
             )
             devices.end_trace()
-            return (i + 1, following, *sent, *extra)
+            return (i + 1, *optionals, *sent, *extra)
 
         self._step.expect_logs(lambda: optional.get_value())
         first = devices.beside_data(optional)
+        optionals = [first] if num_optionals == 1 else [first, devices.read_if(first.has_value, iterator)]
         i, optional, *others = self._loop(
             lambda i, optional, *_: has_more(i, optional),
             body,
-            (tf.constant(0), first, *ahead.first(first.get_value)),
-            (tf.TensorShape([]), tf.OptionalSpec.from_value(optional), *ahead.shapes),
+            (tf.constant(0), *optionals, *ahead.first(first.get_value)),
+            (tf.TensorShape([]), *[tf.OptionalSpec.from_value(optional)] * num_optionals, *ahead.shapes),
         )
         optional = devices.beside_data(optional)
-        made, logs = self._report_steps(i), self._step.logs(others[num_carried:])
+        made, logs = self._report_steps(i), self._step.logs(others[num_optionals - 1 + num_sent :])
         found = made, optional, optional.has_value(), self._when(i), logs
         devices.end_trace()
         return found

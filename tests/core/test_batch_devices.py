@@ -155,10 +155,11 @@ def test_a_small_batch_is_sent_in_its_step(num_gpus: int, expected: list[bool]) 
     assert [is_sent(*shape) for shape in shapes] == expected
 
 
+@pytest.mark.parametrize("gpus", [1, 2], indirect=True)
 @pytest.mark.parametrize("num_batches", rotating([6, None], [6]))
-def test_nothing_is_read_that_no_step_uses(num_batches: int | None, gpu: tf.distribute.Strategy) -> None:
+def test_nothing_is_read_that_no_step_uses(num_batches: int | None, gpus: tf.distribute.Strategy) -> None:
     reads = Pulls(num_batches)
-    ours(gpu).fit(reads.dataset(), epochs=2, verbose=0, steps_per_epoch=None if num_batches else 6)
+    ours(gpus).fit(reads.dataset(), epochs=2, verbose=0, steps_per_epoch=None if num_batches else 6)
     assert reads.num_begun == (2 if num_batches else 1)
     assert reads.num_pulled == 12 if num_batches else 12 <= reads.num_pulled < 24  # tf.data draws some ahead
 
