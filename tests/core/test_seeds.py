@@ -819,7 +819,7 @@ def test_models_that_share_a_layer_go_on_with_streams_of_their_own(other_seed: i
     assert not {*begun, *ended} & {*between, *masks_of_a_fit(other, other_seed)}
 
 
-@pytest.mark.parametrize("kind", rotating(["default", "one_device", "mirrored2"], ["mirrored2"]))
+@pytest.mark.parametrize("kind", rotating(["default", "one_device", "mirrored2"], [], slow=["mirrored2"]))
 def test_what_predict_draws_without_a_seed_follows_the_models(kind: str, strategies: Any) -> None:
     class Draws(keras.layers.Layer):
         def call(self, x: Any) -> Any:
