@@ -45,6 +45,14 @@ def test_a_stage_that_fails_ends_the_run_with_its_status_and_nothing_about_time(
     assert "the next began" not in ended.stdout
 
 
+@pytest.mark.parametrize("installs", ["true", "sleep 50", "false"])
+def test_what_installs_beside_a_stage_fails_no_run_and_does_not_outlive_it(tmp_path, installs):
+    ended = ran(tmp_path, f"{installs} & ahead_installs=$!; sleep 0.2; echo installed by $ahead_installs", ends_at=50)
+    assert ended.returncode == 0, ended.stderr
+    (said,) = [line for line in ended.stdout.splitlines() if line.startswith("installed by ")]
+    assert not Path("/proc", said.rpartition(" ")[2]).exists()
+
+
 def test_a_stage_that_ends_in_time_is_followed_by_the_next(tmp_path):
     ended = ran(tmp_path, "in_time env KEPT=here bash -c 'echo $KEPT'", ends_at=50)
     assert ended.returncode == 0, ended.stderr
