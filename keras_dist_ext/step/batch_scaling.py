@@ -27,11 +27,15 @@ _SPREAD = {"MirrorPad", "Pad", "PadV2", "Split", "SplitV", "Tile"}
 _REDUCTIONS = {"Max", "Mean", "Min", "Sum"}
 _PRODUCTS = {"Mul", "MulNoNan"}
 _MATRIX_PRODUCTS = {"BatchMatMulV2", "Einsum", "MatMul"}
-_BILINEAR = _MATRIX_PRODUCTS | {"Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2dNative"}
-_LINEAR = {
-    "AvgPool", "AvgPool3D", "BroadcastTo", "Cumsum", "DepthToSpace", "GatherNd", "MatrixDiagPartV3", "MaxPool",
-    "MaxPool3D", "ResizeBilinear", "ResizeNearestNeighbor", "ReverseV2", "Roll", "SpaceToDepth", "TopKV2",
+_BILINEAR = _MATRIX_PRODUCTS | {  # in their last two inputs
+    "Conv2D", "Conv2DBackpropInput", "Conv3D", "Conv3DBackpropInputV2", "DepthwiseConv2dNative",
 }  # fmt: skip
+_HOMOGENEOUS = {
+    "AvgPool", "AvgPool3D", "BroadcastTo", "ComplexAbs", "Cumsum", "DepthToSpace", "ExtractImagePatches", "FFT",
+    "GatherNd", "IFFT", "IRFFT", "Imag", "LeakyRelu", "MatrixBandPart", "MatrixDiagPartV3", "MaxPool", "MaxPool3D",
+    "RFFT", "Real", "ResizeBilinear", "ResizeNearestNeighbor", "ReverseV2", "Roll", "SpaceToDepth", "TopKV2",
+}  # fmt: skip
+"""Ops that give k times as much for k > 0 times their first input."""
 _QUOTIENTS = {"Div", "DivNoNan", "FloorDiv", "RealDiv"}
 _POWERS = {
     name: Fraction(power)
@@ -145,7 +149,7 @@ class _Reader:
         given = op.inputs[1 if op.type == "Split" else 0] if op.inputs else None
         if op.type in _SAME and self.exponent(given) is None:
             return None
-        if op.type in _SAME | _PARTS | _SPREAD | _REDUCTIONS | _LINEAR and _has_rows(given):
+        if op.type in _SAME | _PARTS | _SPREAD | _REDUCTIONS | _HOMOGENEOUS and _has_rows(given):
             return self.exponent(given)
         if op.type in _POWERS and _has_rows(given):
             inner = self.exponent(given)
@@ -195,7 +199,7 @@ class _Reader:
         return Fraction(0) if all(self.exponent(i) == 0 and not _has_rows(i) for i in inputs) else None
 
     def _product(self, op: tf.Operation) -> Fraction | None:
-        one, other = (self.exponent(i) for i in op.inputs)
+        one, other = (self.exponent(i) for i in op.inputs[-2:])
         if one is None or other is None:
             return None
         return one - other if op.type in _QUOTIENTS else one + other

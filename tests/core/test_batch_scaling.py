@@ -94,6 +94,13 @@ SHARE_A_FACTOR = {
     "a product by tensordot": lambda x: tf.tensordot(x, KERNEL, 1),
     "products of their own": lambda x: tf.matmul(x[:, None, :], tf.ones_like(x)[:, :, None]),
     "a convolution": lambda x: tf.nn.conv1d(x[:, :, None], KERNEL[:2, None, :], 1, "SAME"),
+    "a transposed convolution": lambda x: tf.nn.conv2d_transpose(
+        x[:, None, :, None], KERNEL[None, :2, None, :1], [tf.shape(x)[0], 1, 10, 1], [1, 2]
+    ),
+    "a spectrum": lambda x: tf.abs(tf.signal.rfft(x)),
+    "patches": lambda x: tf.image.extract_patches(x[:, :, None, None], [1, 2, 1, 1], [1] * 4, [1] * 4, "VALID"),
+    "bands": lambda x: tf.linalg.band_part(x[:, :, None] * tf.ones([5]), 1, 1),
+    "leaky positive parts": tf.nn.leaky_relu,
     "pooled features": lambda x: tf.nn.max_pool1d(x[:, :, None], 2, 2, "VALID"),
     "running sums over features": lambda x: tf.cumsum(x, axis=1),
     "features in another order": lambda x: tf.reverse(tf.roll(x, 1, 1), [1]),
