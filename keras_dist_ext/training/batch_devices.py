@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_dist_ext._keras.strategies import first_replica, is_default_strategy, regroup
+from keras_dist_ext._keras.strategies import first_replica, is_default_strategy, num_local_replicas, regroup
 from keras_dist_ext._keras.tracing import return_in_place
 from keras_dist_ext.aliases import SpecNest, StepData
 from keras_dist_ext.data.split import bounds_of_replica, num_rows, replica_rows
@@ -61,8 +61,7 @@ class BatchTargets(NamedTuple):
             strategy: that trains.
             devices: its ``accelerators``.
         """
-        num_local = 1 if is_default_strategy(strategy) else len(strategy.extended.worker_devices)
-        if len(devices) < num_local:
+        if len(devices) < num_local_replicas(strategy):
             return None
         return cls(devices, first_replica(strategy), strategy.num_replicas_in_sync)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -64,9 +64,9 @@ class StepLoops:
         self, iterator: tf.data.Iterator, optional: tf.experimental.Optional
     ) -> tuple[tf.experimental.Optional, tf.Tensor, TensorNest]:
         """Run one step on a batch that was read ahead; return the next one, and whether there is one, too."""
-        with _then() as then:
-            extra, record = self._single(self._devices.beside_data(optional).get_value, is_ahead=True)
-        with then.made():
+        step = _TracedStep()
+        extra, record = self._single(self._devices.beside_data(optional).get_value, is_ahead=True)
+        with step.made():
             following = self._devices.beside_data(iterator.get_next_as_optional())
         has_more = following.has_value()
         if record is not None:
@@ -90,15 +90,15 @@ class StepLoops:
         num_sent, num_read = len(ahead.shapes), len(ahead.read_shapes)
 
         def body(i: tf.Tensor, *others: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            with _then() as then:
-                extra = self._recorded(
-                    lambda: ahead.batch(others[:num_sent], iterator.get_next),
-                    is_ahead=bool(num_sent),
-                    is_timed=self._is_timed(i, num_steps),
-                )
+            step = _TracedStep()
+            extra = self._recorded(
+                lambda: ahead.batch(others[:num_sent], iterator.get_next),
+                is_ahead=bool(num_sent),
+                is_timed=self._is_timed(i, num_steps),
+            )
             if num_read:
                 following = ahead.sent(others[num_sent : num_sent + num_read])
-                with then.launched(ahead.replicas, i):
+                with step.launched(ahead.replicas, i):
                     following += ahead.read(lambda: i + 2 < num_steps, iterator.get_next)
             else:
                 following = ahead.following(lambda: i + 1 < num_steps, iterator.get_next)
@@ -132,16 +132,16 @@ class StepLoops:
         def body(i: tf.Tensor, optional: tf.experimental.Optional, *others: TensorNest) -> tuple[TensorNest, ...]:
             upcoming, others = others[: num_optionals - 1], others[num_optionals - 1 :]
             pull = devices.beside_data(optional).get_value
-            with _then() as then:
-                extra = self._recorded(
-                    lambda: ahead.batch(others[:num_sent], pull), is_ahead=True, is_timed=self._is_timed(i, num_steps)
-                )
+            step = _TracedStep()
+            extra = self._recorded(
+                lambda: ahead.batch(others[:num_sent], pull), is_ahead=True, is_timed=self._is_timed(i, num_steps)
+            )
             if upcoming:
                 following = devices.beside_data(upcoming[0])
-                with then.launched(ahead.replicas, i):
+                with step.launched(ahead.replicas, i):
                     optionals = [following, devices.read_if(lambda: has_more(i + 1, following), iterator)]
             else:
-                with contextlib.nullcontext() if num_sent else then.made():
+                with contextlib.nullcontext() if num_sent else step.made():
                     following = devices.beside_data(iterator.get_next_as_optional())
                 optionals = [following]
             sent = ahead.following(
@@ -247,22 +247,15 @@ class StepLoops:
         return batch if is_per_replica(batch) else after(batch_there, batch), (begin, batch_there)
 
 
-@contextlib.contextmanager
-def _then() -> Iterator[_Then]:
-    """Trace a step in it; what it gives has contexts for what is to be done afterwards.
+class _TracedStep:
+    """What is traced after it was made: a step. Its contexts are for ops that wait for it.
 
-    Reading the next batch may fail, which ends at once whatever is under way.
+    Reading the next batch may fail, which ends at once whatever is under way: so a step is whole, or not begun.
     """
-    graph = tf.compat.v1.get_default_graph()
-    yield _Then(graph, len(graph.get_operations()))
 
-
-class _Then:
-    """Contexts in which ops wait for a step that was traced, so that it is whole, or not begun, if they fail."""
-
-    def __init__(self, graph: tf.Graph, since: int) -> None:
-        self._graph = graph
-        self._since = since
+    def __init__(self) -> None:
+        self._graph = tf.compat.v1.get_default_graph()
+        self._since = len(self._graph.get_operations())
 
     def made(self) -> contextlib.AbstractContextManager[None]:
         """Until it has assigned all it does."""
